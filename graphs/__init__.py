@@ -1,0 +1,1 @@
+"""Capture and replay of decode steps. Knows buffers and callables; knows nothing of models."""

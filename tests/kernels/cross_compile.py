@@ -1,0 +1,75 @@
+"""Compiles what a launcher launches, for GPUs that are not there.
+
+`compile_launches` runs a launcher on CPU tensors with Triton's launch intercepted: each kernel
+it would start is compiled to machine code for every target with the very arguments, constexprs
+and options of that launch.
+"""
+
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = (80, 90, 100)
+
+_POINTER = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.bool: "*i1",
+}
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
+
+
+def _signature_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTER[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    raise TypeError(f"no signature for {value!r}")
+
+
+def compile_launches(launcher: Callable[..., None], *args, **kwargs) -> int:
+    """Compile every kernel that `launcher(*args, **kwargs)` launches, for each of TARGETS.
+
+    Returns how many kernels were launched; raises what the compiler raises.
+    """
+    launches = []
+
+    def record(self, *launch_args, grid, warmup, **launch_kwargs):
+        launches.append((self, launch_args, launch_kwargs))
+
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", record):
+        launcher(*args, **kwargs)
+    for kernel, launch_args, launch_kwargs in launches:
+        options = {k: launch_kwargs.pop(k) for k in _OPTIONS if k in launch_kwargs}
+        bound = dict(zip(kernel.arg_names, launch_args, strict=False)) | launch_kwargs
+        for parameter in kernel.params:
+            if parameter.name not in bound and parameter.has_default:
+                bound[parameter.name] = parameter.default
+        signature, constexprs = {}, {}
+        for parameter in kernel.params:
+            value = bound[parameter.name]
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name] = "constexpr"
+                constexprs[parameter.name] = value
+            else:
+                signature[parameter.name] = _signature_of(value)
+        for capability in TARGETS:
+            source = ASTSource(fn=kernel, signature=dict(signature), constexprs=dict(constexprs))
+            compiled = triton.compile(
+                source, target=GPUTarget("cuda", capability, 32), options=options
+            )
+            assert compiled.asm["cubin"], kernel
+    return len(launches)
