@@ -1,0 +1,141 @@
+"""Adapters on the device: an arena of bytes, slots, and the tables that point into the arena.
+
+Knows nothing of names, versions or who may be evicted: its owner says which slot to fill or to
+empty. An adapter takes one extent of its own size, never padded to `max_lora_rank`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from memory.adapter_tables import AdapterTables, TableEntry
+from memory.extents import ExtentAllocator
+from memory.lora_targets import SERVED
+from memory.model_dims import ModelDims
+from memory.packed_adapter import PackedAdapter
+
+
+@dataclass
+class _Resident:
+    offset: int
+    packed: PackedAdapter
+    copied: torch.cuda.Event | None
+    in_tables: bool = False
+
+
+class AdapterStore:
+    """`max_loras` slots over `arena_bytes` of device memory."""
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        max_loras: int,
+        max_lora_rank: int,
+        arena_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._dims = dims
+        self._max_lora_rank = max_lora_rank
+        self.arena = torch.empty(arena_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self.tables = AdapterTables.allocate(dims.num_layers, max_loras, device)
+        self.enabled = [0] * max_loras  # host copy of `adapter_enabled`, staged before a replay
+        self._extents = ExtentAllocator(arena_bytes)
+        self._residents: dict[int, _Resident] = {}
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last_use: torch.cuda.Event | None = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._extents.used_bytes
+
+    def begin_load(self, slot: int, packed: PackedAdapter) -> bool:
+        """Start the copy of `packed` into an extent for the empty `slot`, on a side stream.
+
+        False, and nothing taken, where the arena has no extent of that size. Bytes of an evicted
+        adapter are overwritten only after the last step that was launched before its eviction.
+        """
+        assert slot not in self._residents, f"slot {slot} is taken"
+        offset = self._extents.allocate(packed.bytes)
+        if offset is None:
+            return False
+        start = offset // self.arena.element_size()
+        extent = self.arena[start : start + packed.buffer.numel()]
+        copied = None
+        if self._copy_stream is None:
+            extent.copy_(packed.buffer)
+        else:
+            if self._last_use is not None:
+                self._copy_stream.wait_event(self._last_use)
+            with torch.cuda.stream(self._copy_stream):
+                extent.copy_(packed.buffer, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record(self._copy_stream)
+        self._residents[slot] = _Resident(offset, packed, copied)
+        return True
+
+    def finish_load(self, slot: int) -> None:
+        """Before the first step that uses `slot`: that step waits for the copy on the device, and
+        the tables point at the adapter from then on. The host does not wait."""
+        resident = self._residents[slot]
+        if resident.in_tables:
+            return
+        if resident.copied is not None:
+            torch.cuda.current_stream(self.arena.device).wait_event(resident.copied)
+        base_address = self.arena.data_ptr() + resident.offset
+        self.tables.write_slot(slot, resident.packed.entries(base_address))
+        self.enabled[slot] = 1
+        resident.in_tables = True
+
+    def evict(self, slot: int) -> None:
+        """Empty `slot`. The steps launched so far still read the adapter's bytes."""
+        resident = self._residents.pop(slot)
+        self.tables.write_slot(slot, ())
+        self.enabled[slot] = 0
+        if self._copy_stream is not None:
+            self._last_use = torch.cuda.Event()
+            self._last_use.record(torch.cuda.current_stream(self.arena.device))
+        self._extents.free(resident.offset)
+
+    @contextmanager
+    def synthetic(self) -> Iterator[None]:
+        """Every slot holds an adapter of the largest rank on every module, made of whatever the
+        arena holds: kernels warm up as they will run. Restores the tables on leaving."""
+        with self._tables_kept():
+            rank = min(self._max_lora_rank, self._synthetic_rank())
+            address = self.arena.data_ptr()
+            entries = [
+                TableEntry(layer, target, rank, 0.0, address, address)
+                for layer in range(self._dims.num_layers)
+                for target in SERVED
+            ]
+            for slot in range(self.tables.max_loras):
+                self.tables.write_slot(slot, entries)
+            yield
+
+    @contextmanager
+    def zeroed(self) -> Iterator[None]:
+        """No slot holds anything, as a graph must see it while it is recorded."""
+        with self._tables_kept():
+            for tensor in self.tables.tensors().values():
+                tensor.zero_()
+            yield
+
+    @contextmanager
+    def _tables_kept(self) -> Iterator[None]:
+        kept = {name: tensor.clone() for name, tensor in self.tables.tensors().items()}
+        try:
+            yield
+        finally:
+            for name, tensor in self.tables.tensors().items():
+                tensor.copy_(kept[name])
+
+    def _synthetic_rank(self) -> int:
+        widest = max(max(self._dims.target_shape(target)) for target in SERVED)
+        return self.arena.numel() // widest

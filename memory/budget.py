@@ -1,0 +1,67 @@
+"""The byte budget: planned before anything is allocated, compared with what was taken after.
+
+The KV cache gets what the other rows leave.
+"""
+
+from dataclasses import dataclass, field
+
+from memory.errors import CapacityError
+
+MIB = 2**20
+
+
+@dataclass
+class BudgetRow:
+    """`planned_bytes` before allocation, `actual_bytes` after (None where not yet known), and
+    what a user can change to make the row smaller."""
+
+    name: str
+    planned_bytes: int
+    knob: str
+    actual_bytes: int | None = None
+
+
+@dataclass
+class Budget:
+    """Rows that together must not pass `total_bytes`."""
+
+    total_bytes: int
+    rows: list[BudgetRow] = field(default_factory=list)
+
+    def plan(self, name: str, planned_bytes: int, knob: str) -> None:
+        self.rows.append(BudgetRow(name, planned_bytes, knob))
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(row.planned_bytes for row in self.rows)
+
+    @property
+    def left_bytes(self) -> int:
+        return self.total_bytes - self.planned_bytes
+
+    def require(self, name: str, needed_bytes: int) -> None:
+        """Raise CapacityError unless `needed_bytes` are left for `name`, saying what to cut."""
+        if needed_bytes <= self.left_bytes:
+            return
+        largest = max(self.rows, key=lambda row: row.planned_bytes)
+        raise CapacityError(
+            f"{name} needs {needed_bytes / MIB:.1f} MiB and {self.left_bytes / MIB:.1f} MiB of "
+            f"{self.total_bytes / MIB:.1f} MiB are left; the largest row is {largest.name} with "
+            f"{largest.planned_bytes / MIB:.1f} MiB: cut it with {largest.knob}\n{self.table()}"
+        )
+
+    def record(self, name: str, actual_bytes: int) -> None:
+        """Note what the row called `name` took in the end."""
+        for row in self.rows:
+            if row.name == name:
+                row.actual_bytes = actual_bytes
+
+    def table(self) -> str:
+        """The rows as text, planned beside taken."""
+        lines = [f"{'memory':<18}{'planned MiB':>13}{'taken MiB':>13}"]
+        for row in self.rows:
+            taken = "-" if row.actual_bytes is None else f"{row.actual_bytes / MIB:.1f}"
+            lines.append(f"{row.name:<18}{row.planned_bytes / MIB:>13.1f}{taken:>13}")
+        lines.append(f"{'sum':<18}{self.planned_bytes / MIB:>13.1f}")
+        lines.append(f"{'budget':<18}{self.total_bytes / MIB:>13.1f}")
+        return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""Which KV pages are free and which request holds which: bookkeeping on the host only.
+
+Page 0 is the dummy page: rows of padding write there, and unused block-table entries point at
+it. It is never handed out.
+"""
+
+from dataclasses import dataclass
+
+DUMMY_PAGE = 0
+
+
+@dataclass(frozen=True)
+class PageKey:
+    """What a full page holds: the adapter version and the whole token prefix up to its end.
+
+    Equal keys mean equal KV contents, so pages of other adapters or of an adapter's earlier
+    version can never be taken for each other.
+    """
+
+    adapter_version: int  # 0 is the base model
+    tokens: tuple[int, ...]
+
+
+class PagePool:
+    """A free list over `num_pages` pages of `page_size` tokens."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        assert num_pages > 1, "the pool needs a page beside the dummy"
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))  # popped from the end: 1, 2, …
+        self._keys: dict[int, PageKey] = {}
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_pages(self) -> int:
+        return self.num_pages - 1 - len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages, or None (and nothing taken) where fewer are free."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def free(self, pages: list[int]) -> None:
+        """Give pages back, the last first, so that equal histories hand out equal pages."""
+        for page in reversed(pages):
+            assert page != DUMMY_PAGE
+            self._keys.pop(page, None)
+            self._free.append(page)
+
+    def key(self, page: int) -> PageKey | None:
+        """What `page` is known to hold, or None while it is not full."""
+        return self._keys.get(page)
+
+    def set_key(self, page: int, key: PageKey) -> None:
+        """Record what a page holds once its last token is written."""
+        self._keys[page] = key
