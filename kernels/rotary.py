@@ -1,0 +1,305 @@
+"""From a fused q/k/v product to rotated queries and written KV entries, in one launch.
+
+Knows pages only as numbers: who owns a page, and which pages a request holds, is not its matter.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.op import define_op
+
+_HALF_ELEMENTS = 256  # of a program's heads: 32 threads, each a 16-byte load of a 16-bit dtype
+_NUM_WARPS = 1
+
+
+@triton.jit
+def _rotate_heads(
+    source,  # [heads, D]
+    target,  # [heads, D], may be source
+    norm_weight,  # [D], or None
+    norm_eps,
+    norm_weight_offset,
+    cos_sin,  # [D]: the cosines, then the sines
+    first_head,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Normalise if asked, rotate, and store heads [first_head, first_head + GROUP)."""
+    head = first_head + tl.arange(0, GROUP)
+    column = tl.arange(0, BLOCK)
+    in_half = column < HALF
+    mask = (head < NUM_HEADS)[:, None] & in_half[None, :]
+    offset = head[:, None] * (2 * HALF) + column[None, :]
+    left = tl.load(source + offset, mask=mask, other=0.0).to(tl.float32)  # [G, D/2]
+    right = tl.load(source + HALF + offset, mask=mask, other=0.0).to(tl.float32)  # [G, D/2]
+    if norm_weight is not None:
+        squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)  # [G]
+        inverse_rms = tl.rsqrt(squares / (2 * HALF) + norm_eps)[:, None]
+        left_weight = tl.load(norm_weight + column, mask=in_half, other=0.0).to(tl.float32)
+        right_weight = tl.load(norm_weight + HALF + column, mask=in_half, other=0.0).to(tl.float32)
+        left = left * inverse_rms * (left_weight + norm_weight_offset)[None, :]
+        right = right * inverse_rms * (right_weight + norm_weight_offset)[None, :]
+    cos = tl.load(cos_sin + column, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin + HALF + column, mask=in_half, other=0.0)[None, :]
+    rotated_left = (left * cos - right * sin).to(target.dtype.element_ty)
+    rotated_right = (right * cos + left * sin).to(target.dtype.element_ty)
+    tl.store(target + offset, rotated_left, mask=mask)
+    tl.store(target + HALF + offset, rotated_right, mask=mask)
+
+
+@triton.jit
+def _copy_heads(
+    source,  # [heads, D]
+    target,  # [heads, D]
+    first_head,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = first_head + tl.arange(0, GROUP)
+    column = tl.arange(0, BLOCK)
+    mask = (head < NUM_HEADS)[:, None] & (column < HALF)[None, :]
+    offset = head[:, None] * (2 * HALF) + column[None, :]
+    left = tl.load(source + offset, mask=mask)
+    right = tl.load(source + HALF + offset, mask=mask)
+    tl.store(target + offset, left, mask=mask)
+    tl.store(target + HALF + offset, right, mask=mask)
+
+
+@triton.jit
+def _rotary_kv_write_kernel(
+    qkv,  # [T, (Hq + 2 Hkv) · D], q in place
+    q_norm_weight,  # [D], or None
+    k_norm_weight,  # [D], or None
+    norm_eps,
+    norm_weight_offset,
+    cos_sin,  # [max_pos, D] float32
+    positions,  # [T] int32
+    kv_slots,  # [T] int32
+    k_cache,  # [P, page_size, Hkv, D] in place
+    v_cache,  # [P, page_size, Hkv, D] in place
+    qkv_stride,
+    page_stride,
+    entry_stride,
+    max_position,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # D/2
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,  # heads a program
+    BLOCK: tl.constexpr,  # columns of half a head, a power of two
+):
+    Q_GROUPS: tl.constexpr = (NUM_Q_HEADS + GROUP - 1) // GROUP
+    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + GROUP - 1) // GROUP
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)  # the groups of q, then of k, then of v: none holds two kinds
+    q = qkv + token * qkv_stride
+    k = q + NUM_Q_HEADS * 2 * HALF
+    v = k + NUM_KV_HEADS * 2 * HALF
+    position = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_position)
+    angles = cos_sin + position.to(tl.int64) * (2 * HALF)
+    if group < Q_GROUPS:
+        _rotate_heads(
+            q,
+            q,
+            q_norm_weight,
+            norm_eps,
+            norm_weight_offset,
+            angles,
+            group * GROUP,
+            NUM_Q_HEADS,
+            HALF,
+            GROUP,
+            BLOCK,
+        )
+    else:
+        slot = tl.load(kv_slots + token)
+        if slot >= 0:
+            page = (slot // PAGE_SIZE).to(tl.int64)
+            entry = page * page_stride + (slot % PAGE_SIZE) * entry_stride
+            if group < Q_GROUPS + KV_GROUPS:
+                _rotate_heads(
+                    k,
+                    k_cache + entry,
+                    k_norm_weight,
+                    norm_eps,
+                    norm_weight_offset,
+                    angles,
+                    (group - Q_GROUPS) * GROUP,
+                    NUM_KV_HEADS,
+                    HALF,
+                    GROUP,
+                    BLOCK,
+                )
+            else:
+                first_head = (group - Q_GROUPS - KV_GROUPS) * GROUP
+                _copy_heads(v, v_cache + entry, first_head, NUM_KV_HEADS, HALF, GROUP, BLOCK)
+
+
+def _check(
+    qkv: torch.Tensor,
+    norm_weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    cos_sin: torch.Tensor,
+    indices: tuple[torch.Tensor, torch.Tensor],
+    num_q_heads: int,
+    num_kv_heads: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    num_tokens, width = qkv.shape
+    head_dim = k_cache.shape[3]
+    assert head_dim % 2 == 0, f"head_dim is even, not {head_dim}"
+    assert width == (num_q_heads + 2 * num_kv_heads) * head_dim, (
+        f"qkv is [T, ({num_q_heads} + 2 · {num_kv_heads}) · {head_dim}], not {tuple(qkv.shape)}"
+    )
+    assert qkv.stride(1) == 1, "rows are contiguous"
+    for cache in (k_cache, v_cache):
+        assert cache.shape == (*k_cache.shape[:2], num_kv_heads, head_dim), (
+            f"caches are [P, page_size, {num_kv_heads}, {head_dim}], not {tuple(cache.shape)}"
+        )
+        assert cache.dtype == qkv.dtype, f"caches are {qkv.dtype}, not {cache.dtype}"
+        assert cache.stride() == (*k_cache.stride()[:2], head_dim, 1), (
+            f"caches differ in strides or an entry is not contiguous: {cache.stride()}"
+        )
+    assert cos_sin.shape[1:] == (head_dim,), (
+        f"cos_sin is [max_pos, {head_dim}], not {tuple(cos_sin.shape)}"
+    )
+    assert cos_sin.dtype == torch.float32, f"cos_sin is float32, not {cos_sin.dtype}"
+    assert cos_sin.is_contiguous(), "cos_sin is contiguous"
+    for weight in norm_weights:
+        if weight is not None:
+            assert weight.shape == (head_dim,), (
+                f"norm weights are [{head_dim}], not {tuple(weight.shape)}"
+            )
+            assert weight.is_contiguous(), "norm weights are contiguous"
+    for index in indices:
+        assert index.shape == (num_tokens,), (
+            f"positions and kv_slots are [{num_tokens}], not {tuple(index.shape)}"
+        )
+        assert index.dtype == torch.int32, f"positions and kv_slots are int32, not {index.dtype}"
+        assert index.is_contiguous(), "positions and kv_slots are contiguous"
+
+
+def rotary_kv_write_triton(
+    qkv: torch.Tensor,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    norm_weight_offset: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    kv_slots: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """Rotate q in place; write rotated k, and v as it is, to each token's KV slot.
+
+    For a head h with halves (a, b) and the angles θ of the token's position:
+    `h <- (a · cos θ - b · sin θ, b · cos θ + a · sin θ)`; before that, where a norm's weight is
+    given, `h <- h / sqrt(mean(h²) + norm_eps) · (weight + norm_weight_offset)`. All in float32,
+    rounded once on the store.
+
+    qkv: [T, (Hq + 2 Hkv) · D], rows contiguous, any row stride; its q part is written, its k and
+    v parts are only read. cos_sin: [max_pos, D] float32, a row holds cos of the D/2 angles, then
+    sin. positions, kv_slots: [T] int32; a position is clamped into [0, max_pos), a slot is
+    page · page_size + offset, and nothing is written for a negative one. k_cache, v_cache:
+    [P, page_size, Hkv, D] of qkv's dtype, any page and entry stride, written; tokens with equal
+    slots leave one of their values there. norm weights: [D] of any float dtype.
+
+    One program a token and group of heads. Moves 2 · T · (Hq + 2 Hkv) · D elements. Raises
+    AssertionError on other shapes, dtypes or strides. Method: Su et al., "RoFormer" (2021), with
+    the pairs (i, i + D/2) of GPT-NeoX; norm of heads: Henry et al., "Query-Key Normalization for
+    Transformers" (2020), in its RMS form.
+    """
+    weights = (q_norm_weight, k_norm_weight)
+    indices = (positions, kv_slots)
+    _check(qkv, weights, cos_sin, indices, num_q_heads, num_kv_heads, k_cache, v_cache)
+    half = k_cache.shape[3] // 2
+    block = triton.next_power_of_2(half)
+    group = max(_HALF_ELEMENTS // block, 1)
+    num_groups = triton.cdiv(num_q_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
+    _rotary_kv_write_kernel[(qkv.shape[0], num_groups)](
+        qkv,
+        q_norm_weight,
+        k_norm_weight,
+        norm_eps,
+        norm_weight_offset,
+        cos_sin,
+        positions,
+        kv_slots,
+        k_cache,
+        v_cache,
+        qkv.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        cos_sin.shape[0] - 1,
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        PAGE_SIZE=k_cache.shape[1],
+        GROUP=group,
+        BLOCK=block,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _norm_torch(
+    heads: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float
+) -> torch.Tensor:
+    if weight is None:
+        return heads
+    inverse_rms = torch.rsqrt(heads.square().mean(dim=-1, keepdim=True) + eps)  # [T, heads, 1]
+    return heads * inverse_rms * (weight.float() + weight_offset)
+
+
+def _rotate_torch(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    left, right = heads.chunk(2, dim=-1)
+    cos, sin = angles.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def rotary_kv_write_torch(
+    qkv: torch.Tensor,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    norm_weight_offset: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    kv_slots: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """Twin of `rotary_kv_write_triton`."""
+    weights = (q_norm_weight, k_norm_weight)
+    indices = (positions, kv_slots)
+    _check(qkv, weights, cos_sin, indices, num_q_heads, num_kv_heads, k_cache, v_cache)
+    page_size, head_dim = k_cache.shape[1], k_cache.shape[3]
+    heads = qkv.view(-1, num_q_heads + 2 * num_kv_heads, head_dim)  # [T, Hq + 2 Hkv, D]
+    angles = cos_sin[positions.clamp(0, cos_sin.shape[0] - 1)]  # [T, D]
+    rotated = heads[:, : num_q_heads + num_kv_heads].float()  # [T, Hq + Hkv, D]
+    if q_norm_weight is not None or k_norm_weight is not None:
+        q, k = rotated[:, :num_q_heads], rotated[:, num_q_heads:]
+        q = _norm_torch(q, q_norm_weight, norm_eps, norm_weight_offset)
+        k = _norm_torch(k, k_norm_weight, norm_eps, norm_weight_offset)
+        rotated = torch.cat((q, k), dim=1)
+    rotated = _rotate_torch(rotated, angles.unsqueeze(1)).to(qkv.dtype)
+    heads[:, :num_q_heads] = rotated[:, :num_q_heads]
+    writes = (kv_slots >= 0).nonzero().squeeze(1)
+    slots = kv_slots[writes]
+    at = (slots // page_size, slots % page_size)
+    k_cache[at] = rotated[writes, num_q_heads:]
+    v_cache[at] = heads[writes, num_q_heads + num_kv_heads :]
+
+
+rotary_kv_write = define_op(
+    rotary_kv_write_triton, rotary_kv_write_torch, mutates=("qkv", "k_cache", "v_cache")
+)
