@@ -70,9 +70,7 @@ class ToyModel:
         x = functional.layer_norm(
             functional.embedding(buffers.ids, self.table), (WIDTH,)
         )  # [B, WIDTH]
-        q, k, v = (
-            functional.linear(x, self.weight).view(rows, 3, 4, 8).unbind(1)
-        )  # views  [B, 4, 8]
+        q, k, v = functional.linear(x, self.weight).view(rows, 3, 4, 1, 8).unbind(1)  # views
         attended = functional.scaled_dot_product_attention(q, k, v).reshape(rows, WIDTH)
         scratch = torch.empty_like(attended)
         torch.add(attended, x, out=scratch)  # out=
