@@ -1,0 +1,398 @@
+"""Segmented GEMM: the LoRA delta of one step's rows, added to the base output in place.
+
+`sgemm_a` shrinks (x A^T), `sgemm_b` expands and adds (y += scaling * shrunk B^T). Each works on
+segments, runs of sorted pairs that share an adapter slot (see `lora_metadata`), and finds the
+weights through tables of device addresses. Knows no model and no adapter, only slots.
+
+    x [T, K], y [T, sum(slice_sizes)]   bfloat16, float16 or float32; the last dim is contiguous
+    arena [flat]                        every adapter's weights; its dtype is the weights' dtype
+    a_ptrs, b_ptrs int64[stack, max_loras], lora_ranks int32 and scalings float32 likewise
+        stack is 1, 2 or 3 slices (one module each) that read the same x. At a slice's address
+        lie A [rank, K] or B [N, rank], row-major, of true rank, starting on 16 bytes or more.
+        Rank 0 means that the slot has no such module: its address is never read.
+    seg_indptr, weight_indices, pair_row, num_segments   from `lora_metadata`, int32; a row has at
+        most one pair
+    shrunk float32[split_k, T, stack * max_rank]   partial sums between the two: sorted pair p,
+        slice j and rank index r at [:, p, j * max_rank + r]. What lies beyond a slice's true rank
+        or beyond the last pair is neither written nor read.
+
+Both read each used A or B once per row tile and nothing of the others, so cost follows the true
+ranks. A row's result depends on its own x, y and adapter and on the shapes, never on its
+neighbours, its slot or its segment. No atomics: partials are summed in their order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.lora_segments import (
+    TABLES,
+    block_m_for,
+    check_segments,
+    find_pairs,
+    row_regime,
+    tile_count,
+    walk_segments,
+    weight_view,
+    weights_at,
+)
+from kernels.op import define_op
+
+
+def shrink_split_k(num_tokens: int, in_features: int) -> int:
+    """How many parts `sgemm_a` should split K into: many for few rows, which fill few programs.
+
+    The workspace `shrunk` takes split_k * T * stack * max_rank * 4 bytes; split_k * T stays at or
+    below max(T, 256), so one of max(T, 256) rows serves every T up to its own.
+    """
+    wanted = {4: 16, 16: 8, 64: 4, 128: 2}.get(row_regime(num_tokens), 1)
+    return max(1, min(wanted, in_features // 256))
+
+
+@triton.jit(
+    do_not_specialize=["split_rows", "blocks_per_split"], do_not_specialize_on_alignment=TABLES
+)
+def _sgemm_a_kernel(
+    x,
+    arena,
+    a_ptrs,
+    lora_ranks,
+    seg_indptr,
+    weight_indices,
+    pair_row,
+    num_segments,
+    shrunk,
+    split_rows,
+    blocks_per_split,
+    K: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    SHRUNK_STRIDE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    rank_tiles: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
+    stacked = tl.program_id(0) // rank_tiles
+    first_rank = tl.program_id(0) % rank_tiles * BLOCK_R
+    split = tl.program_id(1)
+    segment, first, end = find_pairs(
+        seg_indptr, num_segments, tl.program_id(2), BLOCK_M, BLOCK_SEGMENTS, ONE_TILE
+    )
+    if first >= end:
+        return
+    entry = stacked * MAX_LORAS + tl.load(weight_indices + segment)
+    rank = tl.load(lora_ranks + entry)
+    if first_rank >= rank:
+        return
+    a = weights_at(a_ptrs, entry, arena)
+    pairs = first + tl.arange(0, BLOCK_M)
+    rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
+    ranks = first_rank + tl.arange(0, BLOCK_R)
+    x_rows = x + rows[:, None] * X_STRIDE
+    a_rows = a + ranks[:, None] * K
+    first_k = split * blocks_per_split * BLOCK_K
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for start in range(first_k, tl.minimum(first_k + blocks_per_split * BLOCK_K, K), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x_mask, a_mask = (pairs < end)[:, None], (ranks < rank)[:, None]
+        if K % BLOCK_K != 0:
+            x_mask, a_mask = x_mask & (k < K)[None, :], a_mask & (k < K)[None, :]
+        a_block = tl.load(a_rows + k[None, :], mask=a_mask, other=0.0)  # [BLOCK_R, BLOCK_K]
+        x_block = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
+        if x_block.dtype != a_block.dtype:
+            x_block, a_block = x_block.to(tl.float32), a_block.to(tl.float32)
+        acc = tl.dot(x_block, tl.trans(a_block), acc, input_precision="ieee")
+    places = (split * split_rows + pairs).to(tl.int64) * SHRUNK_STRIDE + stacked * MAX_RANK
+    mask = (pairs < end)[:, None] & (ranks < rank)[None, :]
+    tl.store(shrunk + places[:, None] + ranks[None, :], acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=TABLES)
+def _sgemm_b_kernel(
+    shrunk,
+    arena,
+    b_ptrs,
+    lora_ranks,
+    scalings,
+    seg_indptr,
+    weight_indices,
+    pair_row,
+    num_segments,
+    y,
+    split_rows,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    Y_STRIDE: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SHRUNK_STRIDE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    tiles1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    tile_n = tl.program_id(0)
+    second, third = tile_n >= tiles0, tile_n >= tiles0 + tiles1
+    stacked = second.to(tl.int32) + third.to(tl.int32)
+    width = tl.where(third, N2, tl.where(second, N1, N0))
+    column = tl.where(third, N0 + N1, tl.where(second, N0, 0))
+    tile_n -= tl.where(third, tiles0 + tiles1, tl.where(second, tiles0, 0))
+    segment, first, end = find_pairs(
+        seg_indptr, num_segments, tl.program_id(1), BLOCK_M, BLOCK_SEGMENTS, ONE_TILE
+    )
+    if first >= end:
+        return
+    entry = stacked * MAX_LORAS + tl.load(weight_indices + segment)
+    rank = tl.load(lora_ranks + entry)
+    if rank == 0:
+        return
+    scaling = tl.load(scalings + entry)
+    b = weights_at(b_ptrs, entry, arena)
+    pairs = first + tl.arange(0, BLOCK_M)
+    rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    y_mask = (pairs < end)[:, None] & (n < width)[None, :]
+    y_places = y + rows[:, None] * Y_STRIDE + (column + n)[None, :]
+    base = tl.load(y_places, mask=y_mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first_rank in range(0, rank, BLOCK_R):
+        r = first_rank + tl.arange(0, BLOCK_R)
+        # Rows of B start on 16 bytes only at ranks that are multiples of VECTOR, which is data:
+        # said in a way that the compiler can use where it holds.
+        if rank % VECTOR == 0:
+            stride = rank // VECTOR * VECTOR
+            b_mask = (n < width)[:, None] & (r < stride)[None, :]
+            b_block = tl.load(b + n[:, None] * stride + r[None, :], mask=b_mask, other=0.0)
+        else:
+            b_mask = (n < width)[:, None] & (r < rank)[None, :]
+            b_block = tl.load(b + n[:, None] * rank + r[None, :], mask=b_mask, other=0.0)
+        b_block = tl.trans(b_block)  # [BLOCK_R, BLOCK_N]
+        places = pairs.to(tl.int64)[:, None] * SHRUNK_STRIDE + (stacked * MAX_RANK + r)[None, :]
+        s_mask = (pairs < end)[:, None] & (r < rank)[None, :]
+        s = tl.load(shrunk + places, mask=s_mask, other=0.0)  # [BLOCK_M, BLOCK_R]
+        for split in tl.static_range(1, SPLIT_K):
+            skipped = (split * split_rows).to(tl.int64) * SHRUNK_STRIDE
+            s += tl.load(shrunk + skipped + places, mask=s_mask, other=0.0)
+        if b_block.dtype == tl.bfloat16:
+            # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
+            high = s.to(tl.bfloat16)
+            low = (s - high.to(tl.float32)).to(tl.bfloat16)
+            acc = tl.dot(low, b_block, acc)
+            acc = tl.dot(high, b_block, acc)
+        else:
+            acc = tl.dot(s, b_block.to(tl.float32), acc, input_precision="ieee")
+    tl.store(y_places, (base + scaling * acc).to(y.dtype.element_ty), mask=y_mask)
+
+
+def sgemm_a_triton(
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    a_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor,
+    pair_row: torch.Tensor,
+    num_segments: torch.Tensor,
+    max_rank: int,
+    out: torch.Tensor,
+) -> None:
+    """Shrink: sum over splits of out[split, p, j * max_rank + r] = x[pair_row[p]] . A_j[r].
+
+    Writes `out`, the module's `shrunk`, in place: split i covers the i-th of out.shape[0] equal
+    ranges of K. Products of x and A in their own dtype where both have the same, else in float32;
+    sums in float32.
+    """
+    check_segments(
+        x,
+        arena,
+        a_ptrs,
+        lora_ranks,
+        seg_indptr,
+        weight_indices,
+        pair_row,
+        num_segments,
+        max_rank,
+        out,
+    )
+    num_tokens, in_features = x.shape
+    stack, max_loras = a_ptrs.shape
+    split_k = out.shape[0]
+    wide = torch.float32 in (x.dtype, arena.dtype) or x.dtype != arena.dtype
+    block_m = block_m_for(num_tokens)
+    block_r = min(64, max(16, triton.next_power_of_2(max_rank)))
+    block_k = 32 if wide else 128 if block_m == 16 else 64
+    one_tile = num_tokens <= block_m
+    tiles = tile_count(num_tokens, max_loras)
+    _sgemm_a_kernel[(stack * triton.cdiv(max_rank, block_r), split_k, tiles)](
+        x,
+        arena,
+        a_ptrs,
+        lora_ranks,
+        seg_indptr,
+        weight_indices,
+        pair_row,
+        num_segments,
+        out,
+        out.stride(0) // out.stride(1),
+        triton.cdiv(triton.cdiv(in_features, block_k), split_k),
+        K=in_features,
+        X_STRIDE=x.stride(0),
+        SHRUNK_STRIDE=out.stride(1),
+        MAX_RANK=max_rank,
+        MAX_LORAS=max_loras,
+        BLOCK_SEGMENTS=triton.next_power_of_2(max_loras),
+        ONE_TILE=one_tile,
+        BLOCK_M=block_m,
+        BLOCK_R=block_r,
+        BLOCK_K=block_k,
+        num_warps=4,
+        num_stages=3,
+    )
+
+
+def sgemm_b_triton(
+    shrunk: torch.Tensor,
+    arena: torch.Tensor,
+    b_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    scalings: torch.Tensor,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor,
+    pair_row: torch.Tensor,
+    num_segments: torch.Tensor,
+    max_rank: int,
+    slice_sizes: list[int],
+    y: torch.Tensor,
+) -> None:
+    """Expand: y[row, slice j] += scaling_j * (sum over splits of shrunk[:, p, j]) B_j^T.
+
+    Writes `y` in place at row = pair_row[p] of each pair, slice j being slice_sizes[j] columns;
+    other rows, and slices of rank 0, keep their bits. Everything in float32 and rounded once to
+    y's dtype. Where B is bfloat16 the float32 sum enters the product as two bfloat16 parts, which
+    together keep 16 bits of it; otherwise B is widened to float32 and nothing is lost.
+    """
+    check_segments(
+        y,
+        arena,
+        b_ptrs,
+        lora_ranks,
+        seg_indptr,
+        weight_indices,
+        pair_row,
+        num_segments,
+        max_rank,
+        shrunk,
+    )
+    num_tokens, max_loras = y.shape[0], b_ptrs.shape[1]
+    assert scalings.dtype == torch.float32, f"scalings is {scalings.dtype}, not float32"
+    assert scalings.shape == b_ptrs.shape, (
+        f"scalings has shape {tuple(scalings.shape)}, not {tuple(b_ptrs.shape)}"
+    )
+    assert scalings.is_contiguous(), "scalings is not contiguous"
+    assert len(slice_sizes) == b_ptrs.shape[0], (
+        f"{len(slice_sizes)} slices, but the tables have {b_ptrs.shape[0]}"
+    )
+    assert y.shape[1] == sum(slice_sizes), (
+        f"slices {slice_sizes} do not cover y's {y.shape[1]} columns"
+    )
+    exact = arena.dtype != torch.bfloat16
+    block_m = block_m_for(num_tokens)
+    block_n = 64 if exact or (block_m == 16 and y.shape[1] <= 8192) else 128
+    block_r = min(16 if exact else 64, max(16, triton.next_power_of_2(max_rank)))
+    one_tile = num_tokens <= block_m
+    tiles = tile_count(num_tokens, max_loras)
+    widths = list(slice_sizes) + [0] * (3 - len(slice_sizes))
+    _sgemm_b_kernel[(sum(triton.cdiv(width, block_n) for width in slice_sizes), tiles)](
+        shrunk,
+        arena,
+        b_ptrs,
+        lora_ranks,
+        scalings,
+        seg_indptr,
+        weight_indices,
+        pair_row,
+        num_segments,
+        y,
+        shrunk.stride(0) // shrunk.stride(1),
+        N0=widths[0],
+        N1=widths[1],
+        N2=widths[2],
+        Y_STRIDE=y.stride(0),
+        SPLIT_K=shrunk.shape[0],
+        SHRUNK_STRIDE=shrunk.stride(1),
+        MAX_RANK=max_rank,
+        MAX_LORAS=max_loras,
+        BLOCK_SEGMENTS=triton.next_power_of_2(max_loras),
+        ONE_TILE=one_tile,
+        VECTOR=16 // arena.element_size(),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_R=block_r,
+        num_warps=4,
+    )
+
+
+def sgemm_a_torch(
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    a_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor,
+    pair_row: torch.Tensor,
+    num_segments: torch.Tensor,
+    max_rank: int,
+    out: torch.Tensor,
+) -> None:
+    """Torch twin of `sgemm_a_triton`; the whole sum goes to the first split, zeros to the rest.
+
+    Every product takes all T rows and keeps the segment's: a library product's bits may depend on
+    its number of rows, which must not be how many neighbours share an adapter.
+    """
+    wide = x.float()  # [T, K]
+    tables = (lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
+    for pairs, rows, _, stacked, address, rank in walk_segments(a_ptrs, *tables):
+        a = weight_view(arena, address, rank, x.shape[1])  # [rank, K]
+        target = out[:, pairs, stacked * max_rank : stacked * max_rank + rank]
+        target[0] = (wide @ a.T)[rows]
+        target[1:] = 0
+
+
+def sgemm_b_torch(
+    shrunk: torch.Tensor,
+    arena: torch.Tensor,
+    b_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    scalings: torch.Tensor,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor,
+    pair_row: torch.Tensor,
+    num_segments: torch.Tensor,
+    max_rank: int,
+    slice_sizes: list[int],
+    y: torch.Tensor,
+) -> None:
+    """Torch twin of `sgemm_b_triton`; as in `sgemm_a_torch`, products take all T rows."""
+    slices = y.split(slice_sizes, dim=1)
+    tables = (lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
+    for pairs, rows, slot, stacked, address, rank in walk_segments(b_ptrs, *tables):
+        b = weight_view(arena, address, slice_sizes[stacked], rank)  # [N, rank]
+        s = torch.zeros(y.shape[0], rank, device=y.device)  # [T, rank]
+        s[rows] = shrunk[:, pairs, stacked * max_rank : stacked * max_rank + rank].sum(0)
+        delta = scalings[stacked, slot] * (s @ b.T)[rows]
+        target = slices[stacked]
+        target[rows] = (target[rows].float() + delta).to(y.dtype)
+
+
+sgemm_a = define_op(sgemm_a_triton, sgemm_a_torch, mutates=("out",))
+sgemm_b = define_op(sgemm_b_triton, sgemm_b_torch, mutates=("y",))
