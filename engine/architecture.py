@@ -1,0 +1,184 @@
+"""A model's shape and mathematics as frozen data, read from config.json.
+
+Knows no files and no weights, only their canonical names (those of transformers' Llama). A config
+that would change the mathematics in a way not modelled here is refused, never approximated.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.config_reader import ConfigReader
+from engine.model_family import read_activation, read_family, read_layer_windows
+from engine.neutral_config_keys import NEUTRAL_CONFIG_KEYS
+from engine.rope_config import RopeConfig, read_rope
+from memory.lora_targets import Target
+
+__all__ = ["Architecture", "RopeConfig"]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A dense decoder of the Llama shape; what differs between families is a field."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    activation: str  # "silu" | "gelu" | "gelu_tanh"
+    norm_eps: float
+    norm_weight_offset: float  # added to every norm's weight: 1 for Gemma
+    embedding_scale: float  # before rounding to the dtype the model runs in, see below
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    max_position: int
+    rope: RopeConfig
+    layer_windows: tuple[int, ...]  # per layer: positions attended to, 0 for all
+    dtype: torch.dtype  # the checkpoint's; float32 if it states none
+    bos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any], where: str = "config.json") -> "Architecture":
+        """Read a parsed config.json; CheckpointError names the key and what is accepted."""
+        config = ConfigReader(values, where)
+        name, family = read_family(config)
+        for key in ("quantization_config", "compression_config"):
+            if config.value(key):
+                config.refuse(key, "null: weights of 32 or 16 bits, or a GGUF file")
+        auto_map = config.value("auto_map")
+        if isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map:
+            config.refuse("auto_map", "no AutoModelForCausalLM: code from checkpoints is never run")
+
+        hidden_size = config.integer("hidden_size")
+        num_layers = config.integer("num_hidden_layers")
+        num_q_heads = config.integer("num_attention_heads")
+        num_kv_heads = config.optional_integer("num_key_value_heads", family.default_kv_heads)
+        num_kv_heads = num_kv_heads or num_q_heads
+        if num_q_heads % num_kv_heads:
+            config.refuse("num_key_value_heads", f"a divisor of {num_q_heads}, the query heads")
+        head_dim = config.optional_integer("head_dim", family.default_head_dim)
+        if head_dim is None:
+            if hidden_size % num_q_heads:
+                config.refuse(
+                    "num_attention_heads",
+                    f"a divisor of hidden_size ({hidden_size}), as there is no head_dim",
+                )
+            head_dim = hidden_size // num_q_heads
+        if head_dim % 2:
+            config.refuse("head_dim", f"an even number (found or derived: {head_dim})")
+        max_position = config.integer("max_position_embeddings")
+        attention_bias = family.has_attention_bias and config.flag("attention_bias")
+        result = cls(
+            name=name,
+            vocab_size=config.integer("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=config.integer("intermediate_size"),
+            activation=read_activation(config, family),
+            norm_eps=config.number("rms_norm_eps", 1e-6),
+            norm_weight_offset=family.norm_weight_offset,
+            embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+            qkv_bias=family.qkv_bias or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=family.has_mlp_bias and config.flag("mlp_bias"),
+            qk_norm=family.qk_norm,
+            tie_word_embeddings=config.flag("tie_word_embeddings", family.default_tied),
+            max_position=max_position,
+            rope=read_rope(config, max_position),
+            layer_windows=read_layer_windows(config, family, num_layers),
+            dtype=_read_dtype(config),
+            bos_token_ids=read_token_ids(config, "bos_token_id", family.default_bos),
+            eos_token_ids=read_token_ids(config, "eos_token_id", family.default_eos),
+        )
+        config.finish(NEUTRAL_CONFIG_KEYS)
+        return result
+
+    def embedding_scale_in(self, dtype: torch.dtype) -> float:
+        """The embedding's factor as transformers applies it: rounded to the running dtype."""
+        return float(torch.tensor(self.embedding_scale).to(dtype))
+
+    def target_shape(self, target: Target) -> tuple[int, int]:
+        """(out, in) of the linear layer an adapter touches; KeyError if the model has none."""
+        q_size, kv_size = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            Target.Q_PROJ: (q_size, self.hidden_size),
+            Target.K_PROJ: (kv_size, self.hidden_size),
+            Target.V_PROJ: (kv_size, self.hidden_size),
+            Target.O_PROJ: (self.hidden_size, q_size),
+            Target.GATE_PROJ: (self.intermediate_size, self.hidden_size),
+            Target.UP_PROJ: (self.intermediate_size, self.hidden_size),
+            Target.DOWN_PROJ: (self.hidden_size, self.intermediate_size),
+            Target.EMBED_TOKENS: (self.vocab_size, self.hidden_size),
+            Target.LM_HEAD: (self.vocab_size, self.hidden_size),
+        }[target]
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's canonical name and shape; a tied head is not a parameter."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, self.hidden_size),
+            "model.norm.weight": (self.hidden_size,),
+        }
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        for layer in range(self.num_layers):
+            for key, shape in self._layer_shapes().items():
+                shapes[f"model.layers.{layer}.{key}"] = shape
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden_size,),
+            "post_attention_layernorm.weight": (self.hidden_size,),
+        }
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        for target, has_bias in (
+            (Target.Q_PROJ, self.qkv_bias),
+            (Target.K_PROJ, self.qkv_bias),
+            (Target.V_PROJ, self.qkv_bias),
+            (Target.O_PROJ, self.o_bias),
+            (Target.GATE_PROJ, self.mlp_bias),
+            (Target.UP_PROJ, self.mlp_bias),
+            (Target.DOWN_PROJ, self.mlp_bias),
+        ):
+            block = "self_attn" if target <= Target.O_PROJ else "mlp"
+            shapes[f"{block}.{target.name.lower()}.weight"] = self.target_shape(target)
+            if has_bias:
+                shapes[f"{block}.{target.name.lower()}.bias"] = self.target_shape(target)[:1]
+        return shapes
+
+
+def read_token_ids(config: ConfigReader, key: str, default: int | None) -> tuple[int, ...]:
+    """One id, a list of ids or null, as a tuple. Negative ids mean none, as on the hub."""
+    value = config.value(key, default)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
+        config.refuse(key, "an integer, a list of integers, or null")
+    return tuple(item for item in ids if item >= 0)
+
+
+def _read_dtype(config: ConfigReader) -> torch.dtype:
+    old = config.value("torch_dtype")
+    new = config.value("dtype")
+    key = "dtype" if new is not None else "torch_dtype"
+    name = new if new is not None else old
+    if name is None:
+        return torch.float32
+    if not isinstance(name, str) or name.removeprefix("torch.") not in DTYPES:
+        config.refuse(key, ", ".join(DTYPES))
+    return DTYPES[name.removeprefix("torch.")]
