@@ -4,21 +4,25 @@ Page 0 is the dummy page: rows of padding write there, and unused block-table en
 it. It is never handed out.
 """
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Sequence
 
 DUMMY_PAGE = 0
 
 
-@dataclass(frozen=True)
-class PageKey:
+def root_key(adapter_version: int) -> bytes:
+    """The key that the first page of a request chains from; version 0 is the base model."""
+    return b"adapter version %d" % adapter_version
+
+
+def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """What a full page holds: the adapter version and the whole token prefix up to its end.
 
-    Equal keys mean equal KV contents, so pages of other adapters or of an adapter's earlier
-    version can never be taken for each other.
+    `parent` is the key of the page before it, or the root. Equal keys mean equal KV contents, so
+    pages of other adapters, or of an adapter's earlier version, are never taken for each other.
     """
-
-    adapter_version: int  # 0 is the base model
-    tokens: tuple[int, ...]
+    data = parent + b"".join(token.to_bytes(4, "little") for token in tokens)
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class PagePool:
@@ -29,7 +33,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))  # popped from the end: 1, 2, …
-        self._keys: dict[int, PageKey] = {}
+        self._keys: dict[int, bytes] = {}
 
     @property
     def free_pages(self) -> int:
@@ -56,10 +60,10 @@ class PagePool:
             self._keys.pop(page, None)
             self._free.append(page)
 
-    def key(self, page: int) -> PageKey | None:
+    def key(self, page: int) -> bytes | None:
         """What `page` is known to hold, or None while it is not full."""
         return self._keys.get(page)
 
-    def set_key(self, page: int, key: PageKey) -> None:
+    def set_key(self, page: int, key: bytes) -> None:
         """Record what a page holds once its last token is written."""
         self._keys[page] = key

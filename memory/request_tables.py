@@ -8,11 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)  # sampling_floats
-TOP_K, SAMPLE_INDEX, FIRST_STOP_POSITION, FLAGS, NUM_LOGPROBS = range(5)  # sampling_ints
-FLAG_TOKEN_STATE, FLAG_LOGIT_BIAS = 1, 2
-IN_PROMPT, IS_STOP, OUTPUT_COUNT = 1, 2, 4  # token_state: two bits, then a count
-SAMPLING_COLUMNS = 8
+from kernels.sampling_tables import NUM_COLUMNS, NUM_LOGPROBS, REPETITION, TOP_P
 
 
 @dataclass(frozen=True)
@@ -20,10 +16,9 @@ class RequestTables:
     """R = max_batch_size + 1 request slots; all int32 unless said.
 
     `last_token` [R] and `positions` [R] (of that token) advance inside the graph. `adapter_slots`
-    [R] is -1 for the base model. `block_tables` [R, max_pages] lists KV pages. `sampling_floats`
-    float32 [R, 8] and `sampling_ints` [R, 8] have the columns named above; `seeds` int64 [R].
-    `token_state` [R, V]: bit 0 the token occurs in the prompt, bit 1 it is a stop token, then the
-    count of its occurrences in the output. `logit_bias` float32 [R, V].
+    [R] is -1 for the base model. `block_tables` [R, max_pages] lists KV pages. The columns
+    and bits of `sampling_floats` float32 [R, 8], `sampling_ints` [R, 8] and `token_state` [R, V]
+    are named in `kernels.sampling_tables`; `seeds` int64 [R]; `logit_bias` float32 [R, V].
     """
 
     last_token: torch.Tensor
@@ -62,8 +57,8 @@ class RequestTables:
             positions=ints(slots),
             adapter_slots=ints(slots).fill_(-1),
             block_tables=ints(slots, max_pages),
-            sampling_floats=torch.zeros(slots, SAMPLING_COLUMNS, device=device),
-            sampling_ints=ints(slots, SAMPLING_COLUMNS),
+            sampling_floats=torch.zeros(slots, NUM_COLUMNS, device=device),
+            sampling_ints=ints(slots, NUM_COLUMNS),
             seeds=torch.zeros(slots, dtype=torch.int64, device=device),
             token_state=ints(slots, vocab_size),
             logit_bias=torch.zeros(slots, vocab_size, device=device),

@@ -30,8 +30,9 @@ class Workspace:
 
     `residual`, `hidden`, `delta` [T, H]; `qkv` [T, (Hq + 2 Hkv) D]; `attended` [T, Hq D];
     `gate_up` [T, 2 I]; `activated` [T, I]. Flat float32: `shrunk` (LoRA x·A partials),
-    `attention_out` and `attention_lse` (split-KV partials), `sampling_partials`. For the rows
-    that need logits: `logits` [B, V] and `scratch` float32 [B, V].
+    `attention_out` and `attention_lse` (split-KV partials). For the rows
+    that need logits: `logits` [B, V] and `scratch` float32 [B, V], and the sampler's
+    `sampling_partials` float32 [B, …].
     """
 
     residual: torch.Tensor
@@ -84,6 +85,7 @@ class Workspace:
         views = {name: getattr(self, name)[:rows] for name in by_row}
         views["logits"] = self.logits[:logit_rows]
         views["scratch"] = self.scratch[:logit_rows]
+        views["sampling_partials"] = self.sampling_partials[:logit_rows]
         return Workspace(**{**vars(self), **views})
 
 

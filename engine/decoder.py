@@ -1,0 +1,127 @@
+"""The decoder: one pass over a step's tokens, written for buffers that exist already.
+
+Nothing is allocated and nothing is read on the host, so the same code runs eagerly, on the tape
+and in a CUDA graph. What differs between families is data of the architecture.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.architecture import Architecture
+from engine.attention import Attention
+from engine.checkpoint import WeightSource
+from engine.decoder_weights import DecoderWeights, LayerWeights, Projection
+from engine.lora_delta import LoRADelta
+from engine.rotary_table import rotary_table
+from kernels.activation import gated_activation
+from kernels.embedding import embed
+from kernels.linear import linear
+from kernels.norm import add_rms_norm, rms_norm
+from kernels.rotary import rotary_kv_write
+from memory.kv_cache import KVCache
+from memory.lora_targets import Target
+from memory.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The tokens of one pass, T rows; int32 [T]: ids, positions, and where K and V go."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+
+
+class Decoder:
+    """Weights and the forward pass. Knows neither requests nor batches' composition."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        source: WeightSource,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.architecture = architecture
+        self.weights = DecoderWeights(architecture, dtype, device)
+        self.weights.load(source)
+        self._embedding_scale = architecture.embedding_scale_in(dtype)
+        self._cos_sin = rotary_table(architecture.rope, architecture.head_dim, max_seq_len, device)
+
+    def forward(
+        self,
+        tokens: StepTokens,
+        attention: Attention,
+        lora: LoRADelta | None,
+        cache: KVCache,
+        ws: Workspace,
+    ) -> None:
+        """Run all layers: `ws.hidden` [T, H] is the final norm's output, K and V are cached."""
+        a, layers = self.architecture, self.weights.layers
+        norm = (a.norm_eps, a.norm_weight_offset)
+        embed(tokens.token_ids, self.weights.embedding, self._embedding_scale, ws.residual)
+        rms_norm(ws.residual, layers[0].input_norm, *norm, ws.hidden)
+        next_norms = [layer.input_norm for layer in layers[1:]] + [self.weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            self._attend(index, layer, tokens, attention, lora, cache, ws)
+            add_rms_norm(ws.delta, ws.residual, layer.post_attention_norm, *norm, ws.hidden)
+            project(ws.hidden, layer.gate_up, index, Target.GATE_PROJ, lora, ws.gate_up)
+            gated_activation(ws.gate_up, a.activation, ws.activated)
+            project(ws.activated, layer.down, index, Target.DOWN_PROJ, lora, ws.delta)
+            add_rms_norm(ws.delta, ws.residual, next_norm, *norm, ws.hidden)
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """The LM head: `hidden` [B, H] to `out` [B, V], in place."""
+        linear(hidden, self.weights.head, None, out)
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        tokens: StepTokens,
+        attention: Attention,
+        lora: LoRADelta | None,
+        cache: KVCache,
+        ws: Workspace,
+    ) -> None:
+        a = self.architecture
+        project(ws.hidden, layer.qkv, index, Target.Q_PROJ, lora, ws.qkv)
+        rotary_kv_write(
+            ws.qkv,
+            layer.q_norm,
+            layer.k_norm,
+            a.norm_eps,
+            a.norm_weight_offset,
+            self._cos_sin,
+            tokens.positions,
+            tokens.kv_slots,
+            a.num_q_heads,
+            a.num_kv_heads,
+            cache.keys[index],
+            cache.values[index],
+        )
+        attention(
+            ws.qkv,
+            cache.keys[index],
+            cache.values[index],
+            a.head_dim**-0.5,
+            a.layer_windows[index],
+            ws.attended,
+        )
+        project(ws.attended, layer.o, index, Target.O_PROJ, lora, ws.delta)
+
+
+def project(
+    x: torch.Tensor,
+    projection: Projection,
+    layer: int,
+    first: Target,
+    lora: LoRADelta | None,
+    out: torch.Tensor,
+) -> None:
+    """`out` [T, N] = x Wᵀ + bias, then each row's own adapter on top, in place."""
+    linear(x, projection.weight, projection.bias, out)
+    if lora is not None:
+        lora.add(layer, first, projection.slice_sizes, x, out)

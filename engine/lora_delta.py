@@ -1,0 +1,84 @@
+"""`y += scaling · (x Aᵀ) Bᵀ` for the rows of a step that have an adapter."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kernels.lora_gather import lora_gather
+from kernels.lora_metadata import lora_metadata
+from kernels.sgemm import sgemm_a, sgemm_b, shrink_split_k
+from memory.adapter_tables import AdapterTables
+from memory.lora_batch_info import LoRABatchInfo
+from memory.lora_targets import Target
+
+LoRABackend = Literal["torch", "sgemm"]
+
+
+@dataclass(frozen=True)
+class LoRADelta:
+    """One step's LoRA: which rows use which slot, and where the slots' weights lie.
+
+    `shrunk` is flat float32 workspace. Backend "torch" is plain torch on a GPU; on the CPU every
+    backend is the ops' torch twins.
+    """
+
+    backend: LoRABackend
+    info: LoRABatchInfo
+    tables: AdapterTables
+    adapter_enabled: torch.Tensor
+    arena: torch.Tensor
+    shrunk: torch.Tensor
+    max_rank: int
+
+    def derive_metadata(self) -> None:
+        """Sort the step's rows by slot; once a step, before the first layer."""
+        info = self.info
+        lora_metadata(
+            info.row_adapter,
+            self.adapter_enabled,
+            info.seg_indptr,
+            info.weight_indices,
+            info.permutation,
+            info.num_segments,
+            info.pair_row,
+            info.pair_slot,
+        )
+
+    def add(
+        self,
+        layer: int,
+        first: Target,
+        slice_sizes: list[int],
+        x: torch.Tensor,
+        y: torch.Tensor,
+    ) -> None:
+        """Add to `y` [T, sum of sizes], in place, the deltas of the layers stacked from `first`,
+        which all read `x` [T, in]."""
+        stacked = slice(first, first + len(slice_sizes))
+        tables, info = self.tables, self.info
+        a_ptrs, b_ptrs = tables.a_ptrs[layer, stacked], tables.b_ptrs[layer, stacked]
+        ranks, scalings = tables.lora_ranks[layer, stacked], tables.scalings[layer, stacked]
+        if self.backend == "torch" and x.is_cuda:
+            lora_gather(
+                x,
+                self.arena,
+                a_ptrs,
+                b_ptrs,
+                ranks,
+                scalings,
+                info.row_adapter,
+                self.adapter_enabled,
+                self.max_rank,
+                slice_sizes,
+                y,
+            )
+            return
+        tokens, width = x.shape[0], len(slice_sizes) * self.max_rank
+        splits = shrink_split_k(tokens, x.shape[1])
+        shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
+        segments = (info.seg_indptr, info.weight_indices, info.pair_row, info.num_segments)
+        sgemm_a(x, self.arena, a_ptrs, ranks, *segments, self.max_rank, shrunk)
+        sgemm_b(
+            shrunk, self.arena, b_ptrs, ranks, scalings, *segments, self.max_rank, slice_sizes, y
+        )

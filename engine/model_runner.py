@@ -1,0 +1,149 @@
+"""Launches what the scheduler planned: admissions, prefill chunks, the decode replay.
+
+Between the scheduler's lists and the device's tensors; decides nothing.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from engine.decode_step import DecodeStep
+from engine.decoder import Decoder
+from engine.lora_delta import LoRABackend
+from engine.prefill import Prefill
+from engine.request import Sequence
+from engine.request_admission import RequestAdmission
+from engine.scheduler import StepPlan
+from engine.trace import Trace
+from graphs.graph_capturer import Backend, GraphCapturer
+from graphs.graph_runner import GraphRunner
+from graphs.graph_stats import GraphStats
+from graphs.ladder import Ladder
+from memory.capture_state import CaptureState
+from memory.manager import MemoryManager
+from memory.readback import Readback, ReadbackRing
+from memory.step_buffers import StepBuffers
+
+PREFILL_WARM_UP_TOKENS = (1, 17, 300)  # kernels choose block shapes by these ranges of rows
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launch whose results have not been read: the sequence of each row."""
+
+    sequences: list[Sequence]
+    readback: Readback
+
+
+class ModelRunner:
+    """Owns the captured graphs."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        memory: MemoryManager,
+        lora_backend: LoRABackend,
+        graphs: Backend,
+        ladder: Ladder,
+        trace: Trace,
+        debug: bool,
+    ) -> None:
+        self.memory = memory
+        self.trace = trace
+        self._step = DecodeStep(decoder, memory, lora_backend)
+        readback = ReadbackRing(memory.workspace.logits.shape[0], memory.device)
+        self._readback = readback
+        self.prefill = Prefill(decoder, memory, lora_backend, readback)
+        self._admission = RequestAdmission(memory.tables, memory.device)
+        self._staged: tuple[int, ...] = ()
+        self._capture(graphs, ladder, debug)
+
+    @property
+    def stats(self) -> GraphStats:
+        return self.graphs.stats
+
+    @property
+    def host_to_device_copies(self) -> int:
+        return self._admission.copies + self.memory.staging.copies
+
+    def launch(self, plan: StepPlan) -> list[InFlight]:
+        """Launch a plan without waiting for it; what it will draw is in the result."""
+        flights = []
+        self._admission.admit(plan.admitted)
+        self._admission.write_pages(plan.page_writes)
+        if plan.prefill:
+            with self.trace.range("prefill"):
+                drawn = self.prefill.run(plan.prefill)
+            if drawn is not None:
+                flights.append(InFlight(*drawn))
+        if plan.decode:
+            flights.append(self._decode(plan.decode))
+        return flights
+
+    def close(self) -> None:
+        self.graphs.close()
+
+    def _decode(self, sequences: list[Sequence]) -> InFlight:
+        with self.trace.range("replay"):
+            buffers = self.graphs.run(
+                len(sequences), lambda buffers: self._stage(buffers, sequences)
+            )
+        with_top = any(sequence.request.params.logprobs for sequence in sequences)
+        readback = self._readback.start(buffers.outputs, len(sequences), with_top)
+        return InFlight(list(sequences), readback)
+
+    def _stage(self, buffers: StepBuffers, sequences: Items[Sequence]) -> None:
+        """Swap in the real masks and rows, where they are not those of the last step."""
+        padding = [self.memory.tables.dummy] * (buffers.batch_size - len(sequences))
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        values = (*self.memory.adapters.enabled, *slots, *padding)
+        if values != self._staged:
+            with self.trace.range("stage"):
+                self.memory.staging.upload(values, buffers.inputs)
+            self._staged = values
+
+    def _capture(self, backend: Backend, ladder: Ladder, debug: bool) -> None:
+        memory = self.memory
+        state = CaptureState(memory.tables, memory.adapters)
+        with self.trace.range("capture"):
+            with state.synthetic():
+                most = min(memory.config.prefill_chunk_tokens, memory.config.max_seq_len)
+                for tokens in PREFILL_WARM_UP_TOKENS:
+                    self.prefill.warm_up(min(tokens, most))
+            capturer = GraphCapturer(
+                backend,
+                self._step,
+                memory.step_buffers,
+                state,
+                prepare=state.stage,
+                shared_tensors=self._shared_tensors,
+                poison=scratch_tensors if debug else None,
+            )
+            captured = capturer.capture(ladder.sizes)
+        self.graphs = GraphRunner(
+            captured, self._step, memory.step_buffers, capturer.stats, debug=debug
+        )
+
+    def _shared_tensors(self) -> dict[str, torch.Tensor]:
+        memory = self.memory
+        groups = {
+            "tables": memory.tables.tensors(),
+            "adapters": memory.adapters.tables.tensors(),
+            "cache": memory.kv_cache.tensors(),
+        }
+        return {f"{g}.{name}": t for g, named in groups.items() for name, t in named.items()}
+
+
+def scratch_tensors(buffers: StepBuffers) -> list[torch.Tensor]:
+    """What every step writes before it reads: poisoned before each tape replay in debug mode."""
+    inputs = (buffers.token_ids, buffers.positions, buffers.seq_lens, buffers.kv_slots)
+    info = {**buffers.lora.tensors()}
+    del info["pair_weight"]  # constant
+    return [
+        *inputs,
+        buffers.row_num_logprobs,
+        *info.values(),
+        *buffers.workspace.tensors().values(),
+        *buffers.outputs.tensors().values(),
+    ]

@@ -1,0 +1,113 @@
+"""How a request wants its tokens drawn: checked when built, so that no bad value gets further."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine.errors import RequestError
+from memory.step_outputs import MAX_LOGPROBS
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Names and defaults follow vLLM's.
+
+    `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1` are off. `logprobs=k`: the k most
+    likely tokens and the chosen one, of the model's distribution before penalties and
+    temperature. `stop` strings end a request and are left out of its text; `stop_token_ids` end
+    it and stay in its ids. `min_tokens` are generated before any stop token may be. `logit_bias`
+    maps token ids to what is added to their logits. Raises RequestError naming the parameter.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+
+    def __new__(cls, *args: Any, **keywords: Any) -> "SamplingParams":
+        known = [field.name for field in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                raise RequestError(f"SamplingParams has no {name!r}; it takes {', '.join(known)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._whole("n", 1, 1024)
+        self._whole("max_tokens", 1, INT32_MAX)
+        self._number("temperature", 0.0, 1e6)
+        self._number("top_p", 0.0, 1.0, above=True)
+        self._whole("top_k", -1, INT32_MAX)
+        self._number("min_p", 0.0, 1.0)
+        self._number("repetition_penalty", 0.0, 1e6, above=True)
+        self._number("presence_penalty", -1e6, 1e6)
+        self._number("frequency_penalty", -1e6, 1e6)
+        if self.seed is not None:
+            self._whole("seed", -(2**63), 2**64 - 1)
+        self._whole("min_tokens", 0, self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._whole(name, 0, MAX_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={self.ignore_eos!r} is not True or False")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop={self.stop!r}: stop strings are non-empty strings")
+        for token in self.stop_token_ids or ():
+            self._token("stop_token_ids", token)
+        for token, bias in (self.logit_bias or {}).items():
+            self._token("logit_bias", token)
+            if not isinstance(bias, int | float) or bias != bias or bias == float("inf"):
+                raise RequestError(f"logit_bias[{token}]={bias!r} is not a number below infinity")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whatever way it was given."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def needs_token_state(self) -> bool:
+        """Whether drawing depends on which tokens were seen, or on how many were generated."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or self.min_tokens > 0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise RequestError where a token id is not one of the model's."""
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                if token >= vocab_size:
+                    raise RequestError(
+                        f"{name}: token id {token} is out of range; the model has {vocab_size}"
+                    )
+
+    def _whole(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise RequestError(f"{name}={value!r} is not a whole number from {low} to {high}")
+
+    def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if not fits or not (low < value if above else low <= value) or value > high:
+            bounds = f"above {low:g}" if above else f"from {low:g}"
+            raise RequestError(f"{name}={value!r} is not a number {bounds} to {high:g}")
+
+    def _token(self, name: str, token: object) -> None:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise RequestError(f"{name}: {token!r} is not a token id")

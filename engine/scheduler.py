@@ -1,0 +1,219 @@
+"""Which sequences run in the next step: admission, pages, prefill chunks, decode rows, preemption.
+
+Decides from requests and steps alone, never from clocks or from what the device has finished,
+so equal histories give equal batches. Knows no tensors.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.adapter_registry import AdapterRegistry
+from engine.errors import CapacityError
+from engine.request import Sequence
+from memory.page_pool import DUMMY_PAGE, PagePool, page_key, root_key
+
+RESERVE_TOKENS = 256  # pages are taken this far ahead, so that few steps touch block tables
+MAX_OVERTAKEN = 64  # how often others may pass a sequence that waits for an adapter slot
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens `start:start+count` of a sequence; the last chunk of a prompt draws a token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def draws(self) -> bool:
+        return self.start + self.count == self.sequence.prefill_tokens
+
+
+@dataclass
+class StepPlan:
+    """What to launch. `page_writes` maps (slot, page index) to a page, for the block tables;
+    `refused` sequences can never run."""
+
+    admitted: list[Sequence] = field(default_factory=list)
+    refused: list[tuple[Sequence, CapacityError]] = field(default_factory=list)
+    page_writes: dict[tuple[int, int], int] = field(default_factory=dict)
+    prefill: list[PrefillChunk] = field(default_factory=list)
+    decode: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching over request slots and KV pages, first come first served."""
+
+    def __init__(
+        self,
+        pages: PagePool,
+        adapters: AdapterRegistry,
+        max_batch_size: int,
+        prefill_chunk_tokens: int,
+    ) -> None:
+        self.pages = pages
+        self.adapters = adapters
+        self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._free_slots = list(range(max_batch_size - 1, -1, -1))
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def check_fits(self, tokens: int, request_id: str) -> None:
+        """Raise CapacityError where a request could not run even alone."""
+        needed, total = self.pages.pages_for(tokens), self.pages.num_pages - 1
+        if needed > total:
+            raise CapacityError(
+                f"request {request_id}: prompt and max_tokens need {needed} KV pages and the "
+                f"cache has {total} of {self.pages.page_size} tokens: raise kv_cache_tokens"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def plan(self, drain: Callable[[], None]) -> StepPlan:
+        """The next step. `drain` reads what the device still owes: called before a preemption,
+        which must know every token, and only then."""
+        plan = StepPlan()
+        self._reserve_for_decode(plan, drain)
+        plan.decode = [s for s in self.running if s.prefilled and not s.all_launched]
+        self._admit(plan)
+        self._chunk_prefill(plan)
+        for sequence in plan.decode:
+            sequence.launched += 1
+        for chunk in plan.prefill:
+            chunk.sequence.computed += chunk.count
+            chunk.sequence.launched += chunk.draws
+        return plan
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence ended, waiting or running: its slot and pages are free.
+
+        A step in flight may still write to them; what is launched on them later comes after it.
+        """
+        if sequence.slot is None:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._give_back(sequence)
+
+    def key_pages(self, sequence: Sequence) -> None:
+        """Name the pages that known tokens have filled, for reuse of equal prefixes."""
+        size = self.pages.page_size
+        written = len(sequence.token_ids) - 1  # the newest token has no KV yet
+        tokens = sequence.token_ids
+        while (full := len(sequence.page_keys)) < min(written // size, len(sequence.pages)):
+            keys = sequence.page_keys
+            parent = keys[-1] if keys else root_key(sequence.request.adapter_version)
+            keys.append(page_key(parent, tokens[full * size : (full + 1) * size]))
+            self.pages.set_key(sequence.pages[full], keys[-1])
+
+    def _reserve_for_decode(self, plan: StepPlan, drain: Callable[[], None]) -> None:
+        index, drained = 0, False
+        while index < len(self.running):
+            sequence = self.running[index]
+            if not sequence.prefilled or sequence.all_launched or self._reserve(sequence, plan):
+                index += 1
+            elif not drained:
+                drain()  # may end sequences, and so free pages and move rows
+                index, drained = 0, True
+            else:
+                self._preempt(self.running[-1], plan)
+
+    def _reserve(self, sequence: Sequence, plan: StepPlan) -> bool:
+        held, position = len(sequence.pages), sequence.next_position
+        needed = self.pages.pages_for(position + 1) - held
+        if needed <= 0:
+            return True
+        ahead = min(position + RESERVE_TOKENS, sequence.most_tokens_fed)
+        wanted = self.pages.pages_for(ahead) - held
+        pages = self.pages.allocate(wanted) or self.pages.allocate(needed)
+        if pages is None:
+            self._reclaim(plan)
+            pages = self.pages.allocate(needed)
+        if pages is None:
+            return False
+        self._give_pages(sequence, pages, plan)
+        return True
+
+    def _give_pages(self, sequence: Sequence, pages: list[int], plan: StepPlan) -> None:
+        assert sequence.slot is not None
+        for index, page in enumerate(pages, start=len(sequence.pages)):
+            plan.page_writes[sequence.slot, index] = page
+        sequence.pages += pages
+
+    def _reclaim(self, plan: StepPlan) -> None:
+        """Take back pages that were reserved ahead and that the next step does not write."""
+        for sequence in reversed(self.running):
+            assert sequence.slot is not None
+            written = max(sequence.next_position + 1, sequence.prefill_tokens)
+            keep = self.pages.pages_for(written)
+            for index in range(keep, len(sequence.pages)):
+                plan.page_writes[sequence.slot, index] = DUMMY_PAGE
+            self.pages.free(sequence.pages[keep:])
+            del sequence.pages[keep:]
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Send a sequence back to the head of the queue; its KV is computed again later."""
+        plan.page_writes = {at: p for at, p in plan.page_writes.items() if at[0] != sequence.slot}
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        self.waiting.appendleft(sequence)
+        sequence.request.metrics.preemptions += 1
+        self.preemptions += 1
+
+    def _give_back(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._free_slots.append(sequence.slot)
+        self.pages.free(sequence.pages)
+        sequence.slot, sequence.pages, sequence.page_keys = None, [], []
+        if sequence.request.adapter:
+            self.adapters.release(sequence.request.adapter)
+
+    def _admit(self, plan: StepPlan) -> None:
+        blocked: list[Sequence] = []  # those that wait for an adapter slot, and may be passed
+        for sequence in list(self.waiting):
+            if not self._free_slots:
+                break
+            adapter = sequence.request.adapter
+            if adapter and any(other.overtaken >= MAX_OVERTAKEN for other in blocked):
+                continue
+            needed = self.pages.pages_for(len(sequence.token_ids))
+            if needed + len(self.running) > self.pages.free_pages and self.running:
+                break
+            if adapter and not self.adapters.acquire(adapter):
+                if self.running:
+                    blocked.append(sequence)
+                else:
+                    message = f"adapter {adapter.name!r} finds no room beside the pinned ones"
+                    plan.refused.append((sequence, CapacityError(message)))
+                continue
+            if adapter:
+                for other in blocked:
+                    other.overtaken += 1
+            self._start(sequence, needed, plan)
+
+    def _start(self, sequence: Sequence, num_pages: int, plan: StepPlan) -> None:
+        pages = self.pages.allocate(num_pages)
+        assert pages is not None, "admission counted the free pages"
+        self.waiting.remove(sequence)
+        sequence.slot = self._free_slots.pop()
+        sequence.prefill_tokens = len(sequence.token_ids)
+        sequence.computed = sequence.overtaken = 0
+        self._give_pages(sequence, pages, plan)
+        self.running.append(sequence)
+        plan.admitted.append(sequence)
+
+    def _chunk_prefill(self, plan: StepPlan) -> None:
+        room = self.prefill_chunk_tokens
+        for sequence in self.running:
+            count = min(sequence.prefill_tokens - sequence.computed, room)
+            if count:
+                plan.prefill.append(PrefillChunk(sequence, sequence.computed, count))
+                room -= count

@@ -1,0 +1,71 @@
+"""Device-to-host copies of what a step produced, read one step later."""
+
+from dataclasses import dataclass
+
+import torch
+
+from memory.step_outputs import MAX_LOGPROBS, StepOutputs
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """A step's outputs on the host, one entry per row."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    top_ids: list[list[int]]  # empty unless asked for
+    top_logprobs: list[list[float]]
+
+    def top(self, row: int, count: int) -> dict[int, float]:
+        """Logprobs of the `count` likeliest tokens of a row that asked for at least as many."""
+        ids, values = self.top_ids[row][:count], self.top_logprobs[row][:count]
+        return dict(zip(ids, values, strict=True))
+
+
+class _Slot:
+    def __init__(self, rows: int, pinned: bool) -> None:
+        self.chosen = torch.empty(2, rows, dtype=torch.int32, pin_memory=pinned)
+        self.top_ids = torch.empty(rows, MAX_LOGPROBS, dtype=torch.int32, pin_memory=pinned)
+        self.top_values = torch.empty(rows, MAX_LOGPROBS, pin_memory=pinned)
+        self.event = torch.cuda.Event() if pinned else None
+
+
+class Readback:
+    """One step's copy under way. `wait()` gives the results, once."""
+
+    def __init__(self, slot: _Slot, rows: int, with_top: bool) -> None:
+        self._slot, self._rows, self._with_top = slot, rows, with_top
+
+    def wait(self) -> StepResults:
+        """Block until the step is done and return what it produced."""
+        slot, rows = self._slot, self._rows
+        if slot.event is not None:
+            slot.event.synchronize()
+        top_ids, top_values = slot.top_ids[:rows], slot.top_values[:rows]
+        return StepResults(
+            slot.chosen[0, :rows].tolist(),
+            slot.chosen[1, :rows].view(torch.float32).tolist(),
+            top_ids.tolist() if self._with_top else [],
+            top_values.tolist() if self._with_top else [],
+        )
+
+
+class ReadbackRing:
+    """Pinned buffers for `depth` copies that may be unread at once."""
+
+    def __init__(self, rows: int, device: torch.device, depth: int = 4) -> None:
+        self._slots = [_Slot(rows, device.type == "cuda") for _ in range(depth)]
+        self._next = 0
+
+    def start(self, outputs: StepOutputs, rows: int, with_top: bool) -> Readback:
+        """Copy the first `rows` rows after what was launched so far, without waiting."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        for line in range(2):  # contiguous rows on both sides: plain asynchronous copies
+            slot.chosen[line, :rows].copy_(outputs.chosen[line, :rows], non_blocking=True)
+        if with_top:
+            slot.top_ids[:rows].copy_(outputs.top_ids[:rows], non_blocking=True)
+            slot.top_values[:rows].copy_(outputs.top_values[:rows], non_blocking=True)
+        if slot.event is not None:
+            slot.event.record()
+        return Readback(slot, rows, with_top)
