@@ -5,19 +5,19 @@ from pathlib import Path
 import torch
 import transformers
 
-SIZES = dict(
-    vocab_size=515,
-    hidden_size=192,
-    intermediate_size=344,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=2048,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+SIZES = {
+    "vocab_size": 515,
+    "hidden_size": 192,
+    "intermediate_size": 344,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
