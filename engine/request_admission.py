@@ -14,7 +14,9 @@ from kernels import sampling_tables as columns
 from memory.request_tables import RequestTables
 from memory.staging import StagingRing
 
-_RECORD = 5 + 2 * columns.NUM_COLUMNS  # slot, position, adapter slot, seed (two), ints, floats
+# A seed (two: first, and the record even, so that they line up as int64), slot, position, adapter
+# slot, one unused, then the integer and the float columns.
+_RECORD = 6 + 2 * columns.NUM_COLUMNS
 
 
 class RequestAdmission:
@@ -39,13 +41,13 @@ class RequestAdmission:
         records = [value for sequence in sequences for value in _record(sequence)]
         self._staging.upload(records, self._upload)
         rows = self._upload[: len(records)].view(len(sequences), _RECORD)
-        slots = rows[:, 0].long()
-        tables.positions.index_copy_(0, slots, rows[:, 1])
-        tables.adapter_slots.index_copy_(0, slots, rows[:, 2])
-        tables.seeds.index_copy_(0, slots, rows[:, 3:5].contiguous().view(torch.int64)[:, 0])
-        ints, floats = rows[:, 5:].split(columns.NUM_COLUMNS, dim=1)
+        slots = rows[:, 2].long()
+        tables.seeds.index_copy_(0, slots, rows[:, :2].view(torch.int64)[:, 0])
+        tables.positions.index_copy_(0, slots, rows[:, 3])
+        tables.adapter_slots.index_copy_(0, slots, rows[:, 4])
+        ints, floats = rows[:, 6:].split(columns.NUM_COLUMNS, dim=1)
         tables.sampling_ints.index_copy_(0, slots, ints)
-        tables.sampling_floats.index_copy_(0, slots, floats.contiguous().view(torch.float32))
+        tables.sampling_floats.index_copy_(0, slots, floats.view(torch.float32))
         for sequence in sequences:
             self._fill_vocabulary_rows(sequence)
 
@@ -103,7 +105,8 @@ def _record(sequence: Sequence) -> list[int]:
     assert sequence.slot is not None
     seed = struct.unpack("<ii", struct.pack("<q", request.seed))
     last_position = sequence.prefill_tokens - 1
-    return [sequence.slot, last_position, slot, *seed, *ints, *map(_float_bits, floats)]
+    state = [*seed, sequence.slot, last_position, slot, 0]
+    return [*state, *ints, *map(_float_bits, floats)]
 
 
 def _float_bits(value: float) -> int:

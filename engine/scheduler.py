@@ -59,6 +59,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
+        self._pages_wanted = False  # whether the head of the queue waits for pages
 
     @property
     def idle(self) -> bool:
@@ -131,7 +132,8 @@ class Scheduler:
         needed = self.pages.pages_for(position + 1) - held
         if needed <= 0:
             return True
-        ahead = min(position + RESERVE_TOKENS, sequence.most_tokens_fed)
+        reserve = 1 if self._pages_wanted else RESERVE_TOKENS
+        ahead = min(position + reserve, sequence.most_tokens_fed)
         wanted = self.pages.pages_for(ahead) - held
         pages = self.pages.allocate(wanted) or self.pages.allocate(needed)
         if pages is None:
@@ -177,6 +179,7 @@ class Scheduler:
             self.adapters.release(sequence.request.adapter)
 
     def _admit(self, plan: StepPlan) -> None:
+        self._pages_wanted = False
         blocked: list[Sequence] = []  # those that wait for an adapter slot, and may be passed
         for sequence in list(self.waiting):
             if not self._free_slots:
@@ -185,7 +188,8 @@ class Scheduler:
             if adapter and any(other.overtaken >= MAX_OVERTAKEN for other in blocked):
                 continue
             needed = self.pages.pages_for(len(sequence.token_ids))
-            if needed + len(self.running) > self.pages.free_pages and self.running:
+            self._pages_wanted = not self._have_room_for(needed, plan)
+            if self._pages_wanted:
                 break
             if adapter and not self.adapters.acquire(adapter):
                 if self.running:
@@ -198,6 +202,15 @@ class Scheduler:
                 for other in blocked:
                     other.overtaken += 1
             self._start(sequence, needed, plan)
+
+    def _have_room_for(self, num_pages: int, plan: StepPlan) -> bool:
+        """Whether `num_pages` are free and one more for each sequence that runs already."""
+        if not self.running:
+            return num_pages <= self.pages.free_pages
+        needed = num_pages + len(self.running)
+        if needed > self.pages.free_pages:
+            self._reclaim(plan)
+        return needed <= self.pages.free_pages
 
     def _start(self, sequence: Sequence, num_pages: int, plan: StepPlan) -> None:
         pages = self.pages.allocate(num_pages)
