@@ -38,12 +38,12 @@ def _write_segments(
 ):
     """Count the rows of every slot, then close the gaps that slots without rows leave."""
     slots = tl.arange(0, BLOCK_SLOTS)
-    counts = tl.zeros([BLOCK_SLOTS], tl.int32)
+    seen = tl.zeros([BLOCK_SLOTS, CHUNK], tl.int32)
     for first in range(0, num_rows, CHUNK):
         rows = first + tl.arange(0, CHUNK)
         slot = _slot_or_last(row_adapter, adapter_enabled, rows, num_rows, MAX_LORAS)
-        counts += tl.sum((slot[None, :] == slots[:, None]).to(tl.int32), axis=1)
-    counts = tl.where(slots < MAX_LORAS, counts, 0)
+        seen += (slot[None, :] == slots[:, None]).to(tl.int32)
+    counts = tl.where(slots < MAX_LORAS, tl.sum(seen, axis=1), 0)
     present = (counts > 0).to(tl.int32)
     segment = tl.cumsum(present) - present
     used = tl.sum(present)
@@ -184,7 +184,7 @@ def lora_metadata_triton(
         BLOCK_ROWS=block_rows,
         CHUNK=128,
         SLOT_CHUNK=32 if few else 128,
-        num_warps=4 if few else 8,
+        num_warps=4 if few else 16,
     )
 
 

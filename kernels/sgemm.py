@@ -14,7 +14,7 @@ weights through tables of device addresses. Knows no model and no adapter, only 
         most one pair
     shrunk float32[split_k, T, stack * max_rank]   partial sums between the two: sorted pair p,
         slice j and rank index r at [:, p, j * max_rank + r]. What lies beyond a slice's true rank
-        or beyond the last pair is neither written nor read.
+        or beyond the last pair is not written and never enters a result.
 
 Both read each used A or B once per row tile and nothing of the others, so cost follows the true
 ranks. A row's result depends on its own x, y and adapter and on the shapes, never on its
@@ -45,8 +45,8 @@ def shrink_split_k(num_tokens: int, in_features: int) -> int:
     The workspace `shrunk` takes split_k * T * stack * max_rank * 4 bytes; split_k * T stays at or
     below max(T, 256), so one of max(T, 256) rows serves every T up to its own.
     """
-    wanted = {4: 16, 16: 8, 64: 4, 128: 2}.get(row_regime(num_tokens), 1)
-    return max(1, min(wanted, in_features // 256))
+    splits: dict[int | None, int] = {4: 16, 16: 8, 64: 4, 128: 2}
+    return max(1, min(splits.get(row_regime(num_tokens), 1), in_features // 256))
 
 
 @triton.jit(
@@ -178,11 +178,14 @@ def _sgemm_b_kernel(
             b_block = tl.load(b + n[:, None] * rank + r[None, :], mask=b_mask, other=0.0)
         b_block = tl.trans(b_block)  # [BLOCK_R, BLOCK_N]
         places = pairs.to(tl.int64)[:, None] * SHRUNK_STRIDE + (stacked * MAX_RANK + r)[None, :]
-        s_mask = (pairs < end)[:, None] & (r < rank)[None, :]
+        # Whole vectors of 4 are read, what lies beyond the rank in the last is dropped below.
+        read = (r < (rank + 3) // 4 * 4) & (r < MAX_RANK)
+        s_mask = (pairs < end)[:, None] & read[None, :]
         s = tl.load(shrunk + places, mask=s_mask, other=0.0)  # [BLOCK_M, BLOCK_R]
         for split in tl.static_range(1, SPLIT_K):
             skipped = (split * split_rows).to(tl.int64) * SHRUNK_STRIDE
             s += tl.load(shrunk + skipped + places, mask=s_mask, other=0.0)
+        s = tl.where((r < rank)[None, :], s, 0.0)
         if b_block.dtype == tl.bfloat16:
             # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
             high = s.to(tl.bfloat16)
@@ -227,11 +230,10 @@ def sgemm_a_triton(
     num_tokens, in_features = x.shape
     stack, max_loras = a_ptrs.shape
     split_k = out.shape[0]
-    wide = torch.float32 in (x.dtype, arena.dtype) or x.dtype != arena.dtype
+    wide = x.dtype == torch.float32 or x.dtype != arena.dtype
     block_m = block_m_for(num_tokens)
     block_r = min(64, max(16, triton.next_power_of_2(max_rank)))
     block_k = 32 if wide else 128 if block_m == 16 else 64
-    one_tile = num_tokens <= block_m
     tiles = tile_count(num_tokens, max_loras)
     _sgemm_a_kernel[(stack * triton.cdiv(max_rank, block_r), split_k, tiles)](
         x,
@@ -251,7 +253,7 @@ def sgemm_a_triton(
         MAX_RANK=max_rank,
         MAX_LORAS=max_loras,
         BLOCK_SEGMENTS=triton.next_power_of_2(max_loras),
-        ONE_TILE=one_tile,
+        ONE_TILE=num_tokens <= block_m,
         BLOCK_M=block_m,
         BLOCK_R=block_r,
         BLOCK_K=block_k,
@@ -309,7 +311,6 @@ def sgemm_b_triton(
     block_m = block_m_for(num_tokens)
     block_n = 64 if exact or (block_m == 16 and y.shape[1] <= 8192) else 128
     block_r = min(16 if exact else 64, max(16, triton.next_power_of_2(max_rank)))
-    one_tile = num_tokens <= block_m
     tiles = tile_count(num_tokens, max_loras)
     widths = list(slice_sizes) + [0] * (3 - len(slice_sizes))
     _sgemm_b_kernel[(sum(triton.cdiv(width, block_n) for width in slice_sizes), tiles)](
@@ -333,12 +334,13 @@ def sgemm_b_triton(
         MAX_RANK=max_rank,
         MAX_LORAS=max_loras,
         BLOCK_SEGMENTS=triton.next_power_of_2(max_loras),
-        ONE_TILE=one_tile,
+        ONE_TILE=num_tokens <= block_m,
         VECTOR=16 // arena.element_size(),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
-        num_warps=4,
+        num_warps=8 if block_m == 64 else 4,
+        num_stages=1,
     )
 
 

@@ -249,7 +249,8 @@ def test_a_slot_of_rank_64_reused_at_rank_3_shows_nothing_of_the_old(kernel_devi
     y_first = delta_added("triton", case, packed(case), kernel_device)
     assert y_first.isfinite().all()
     adapters = packed(case)
-    new_a, new_b = torch.randn(3, 96), torch.randn(80, 3)
+    generator = torch.Generator().manual_seed(3)
+    new_a, new_b = (torch.randn(shape, generator=generator) for shape in ((3, 96), (80, 3)))
     adapters.arena[adapters.a_offsets[0][1] :][: new_a.numel()] = new_a.flatten()
     adapters.arena[adapters.b_offsets[0][1] :][: new_b.numel()] = new_b.flatten()
     adapters.a[0][1], adapters.b[0][1], adapters.lora_ranks[0, 1] = new_a, new_b, 3
