@@ -1,0 +1,115 @@
+"""Log-probabilities: kernel against twin, twin against log_softmax and a stable sort."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kernels import logprobs as module
+from kernels.logprobs import MAX_LOGPROBS, logprobs, logprobs_torch, logprobs_triton
+from tests.kernels.cross_compile import compile_launches
+
+NUM_LOGPROBS = [-1, 0, 1, 5, 20, 25]
+
+
+def _rows(vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """One row for each of NUM_LOGPROBS and some odd ones, in a wider matrix with NaN between."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = torch.randn(len(NUM_LOGPROBS) + 6, vocab, generator=generator) * 3
+    rows[-6] = (rows[-6] / 3).round()  # ties, some of them of -0.0 and 0.0
+    rows[-5] = 2.5
+    rows[-4, vocab // 3 :] = -torch.inf
+    rows[-3, vocab // 2] = torch.nan
+    rows[-2] = -torch.inf
+    rows[-1] += 1e4  # exp overflows without a shift
+    wide = torch.full((len(rows), vocab + 8), torch.nan, dtype=dtype)
+    wide[:, :vocab] = rows
+    return wide[:, :vocab]
+
+
+def _requests(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch_size, vocab = rows.shape
+    targets = torch.arange(batch_size, dtype=torch.int32) * 37 % vocab
+    targets[1], targets[2] = -1, vocab
+    number = torch.full((batch_size,), 7, dtype=torch.int32)
+    number[: len(NUM_LOGPROBS)] = torch.tensor(NUM_LOGPROBS)
+    return targets, number
+
+
+def _outputs(batch_size: int, device="cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.full((batch_size,), torch.nan, device=device),
+        torch.full((batch_size, MAX_LOGPROBS), torch.nan, device=device),
+        torch.full((batch_size, MAX_LOGPROBS), -7, dtype=torch.int32, device=device),
+    )
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "block"),
+    [(515, torch.bfloat16, 128), (515, torch.float32, 8192), (7, torch.float16, 128)],
+)
+def test_kernel_matches_twin(kernel_device, monkeypatch, vocab, dtype, block):
+    monkeypatch.setattr(module, "BLOCK", block)
+    rows = _rows(vocab, dtype)
+    targets, number = _requests(rows)
+    expected = _outputs(len(rows))
+    logprobs_torch(rows, targets, number, *expected)
+    actual = _outputs(len(rows), kernel_device)
+    logprobs_triton(
+        rows.to(kernel_device), targets.to(kernel_device), number.to(kernel_device), *actual
+    )
+    for mine, twins in zip(actual[:2], expected[:2], strict=True):
+        assert_close(mine.cpu(), twins, rtol=2e-6, atol=2e-6, equal_nan=True)
+    assert torch.equal(actual[2].cpu(), expected[2])
+
+
+@pytest.mark.kernel
+def test_row_does_not_depend_on_its_neighbours(kernel_device):
+    rows = _rows(515, torch.float32)[: len(NUM_LOGPROBS)].to(kernel_device)
+    targets, number = (part[: len(rows)].to(kernel_device) for part in _requests(rows))
+    batch, alone = _outputs(len(rows), kernel_device), _outputs(1, kernel_device)
+    logprobs_triton(rows, targets, number, *batch)
+    logprobs_triton(rows[4:5], targets[4:5], number[4:5], *alone)
+    for together, single in zip(batch, alone, strict=True):
+        assert torch.equal(together[4], single[0])
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(515, torch.float32), (7, torch.bfloat16)])
+def test_twin_matches_log_softmax_and_a_sort(vocab, dtype):
+    rows = _rows(vocab, dtype)
+    targets, number = _requests(rows)
+    target_logprob, top_values, top_ids = _outputs(len(rows))
+    logprobs(rows, targets, number, target_logprob, top_values, top_ids)
+    reference = torch.log_softmax(rows.double(), dim=1)
+    for row, (target, asked) in enumerate(zip(targets.tolist(), number.tolist(), strict=True)):
+        if rows[row].isnan().any():
+            assert target_logprob[row].isnan()
+            assert top_ids[row, :7].tolist() == _sorted_ids(rows[row].nan_to_num(-torch.inf))[:7]
+            continue
+        if 0 <= target < vocab:
+            assert_close(
+                target_logprob[row].double(), reference[row, target], rtol=1e-6, atol=1e-5,
+                equal_nan=True,
+            )  # fmt: skip
+        else:
+            assert target_logprob[row] == -torch.inf
+        wanted = max(0, min(asked, MAX_LOGPROBS, vocab))
+        ids = _sorted_ids(rows[row])[:wanted]
+        assert top_ids[row].tolist() == ids + [-1] * (MAX_LOGPROBS - wanted)
+        assert_close(
+            top_values[row, :wanted].double(), reference[row, ids], rtol=1e-6, atol=1e-5,
+            equal_nan=True,
+        )  # fmt: skip
+        assert (top_values[row, wanted:] == -torch.inf).all()
+
+
+def _sorted_ids(values: torch.Tensor) -> list[int]:
+    listed = values.tolist()
+    return sorted(range(len(listed)), key=lambda token: (-listed[token], token))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_compiles(dtype):
+    rows = torch.empty(2, 128256, dtype=dtype)
+    targets = torch.zeros(2, dtype=torch.int32)
+    assert compile_launches(logprobs_triton, rows, targets, targets, *_outputs(2)) == 1
