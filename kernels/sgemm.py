@@ -212,8 +212,7 @@ def sgemm_a_triton(
     """Shrink: sum over splits of out[split, p, j * max_rank + r] = x[pair_row[p]] . A_j[r].
 
     Writes `out`, the module's `shrunk`, in place: split i covers the i-th of out.shape[0] equal
-    ranges of K. Products of x and A in their own dtype where both have the same, else in float32;
-    sums in float32.
+    ranges of K. Products in the dtype of x and A where it is the same, else in float32; sums in float32.
     """
     check_segments(
         x,
@@ -227,8 +226,7 @@ def sgemm_a_triton(
         max_rank,
         out,
     )
-    num_tokens, in_features = x.shape
-    stack, max_loras = a_ptrs.shape
+    (num_tokens, in_features), (stack, max_loras) = x.shape, a_ptrs.shape
     split_k = out.shape[0]
     wide = x.dtype == torch.float32 or x.dtype != arena.dtype
     block_m = block_m_for(num_tokens)
@@ -366,7 +364,7 @@ def sgemm_a_torch(
     for pairs, rows, _, stacked, address, rank in walk_segments(a_ptrs, *tables):
         a = weight_view(arena, address, rank, x.shape[1])  # [rank, K]
         target = out[:, pairs, stacked * max_rank : stacked * max_rank + rank]
-        target[0] = (wide @ a.T)[rows]
+        target[0] = (wide @ a.T).index_select(0, rows)
         target[1:] = 0
 
 
@@ -385,15 +383,17 @@ def sgemm_b_torch(
     y: torch.Tensor,
 ) -> None:
     """Torch twin of `sgemm_b_triton`; as in `sgemm_a_torch`, products take all T rows."""
-    slices = y.split(slice_sizes, dim=1)
-    tables = (lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
-    for pairs, rows, slot, stacked, address, rank in walk_segments(b_ptrs, *tables):
+    total = int(seg_indptr[-1])
+    s = torch.zeros(shrunk.shape[1:], device=y.device)  # [T, stack * max_rank], by row
+    s[pair_row[:total]] = shrunk[:, :total].sum(0)
+    delta = torch.full(y.shape, -0.0, device=y.device)  # y + -0.0 keeps every bit of y
+    tables = (lora_ranks, seg_indptr, weight_indices, pair_row.long(), num_segments)
+    for _, rows, slot, stacked, address, rank in walk_segments(b_ptrs, *tables):
         b = weight_view(arena, address, slice_sizes[stacked], rank)  # [N, rank]
-        s = torch.zeros(y.shape[0], rank, device=y.device)  # [T, rank]
-        s[rows] = shrunk[:, pairs, stacked * max_rank : stacked * max_rank + rank].sum(0)
-        delta = scalings[stacked, slot] * (s @ b.T)[rows]
-        target = slices[stacked]
-        target[rows] = (target[rows].float() + delta).to(y.dtype)
+        product = s[:, stacked * max_rank : stacked * max_rank + rank] @ b.T  # [T, N]
+        product = scalings[stacked, slot] * product.index_select(0, rows)
+        delta.split(slice_sizes, dim=1)[stacked].index_copy_(0, rows, product)
+    y.copy_(y.float() + delta)
 
 
 sgemm_a = define_op(sgemm_a_triton, sgemm_a_torch, mutates=("out",))
