@@ -212,7 +212,7 @@ def sgemm_a_triton(
     """Shrink: sum over splits of out[split, p, j * max_rank + r] = x[pair_row[p]] . A_j[r].
 
     Writes `out`, the module's `shrunk`, in place: split i covers the i-th of out.shape[0] equal
-    ranges of K. Products in the dtype of x and A where it is the same, else in float32; sums in float32.
+    ranges of K. Products in x's dtype where A has the same, else in float32; all sums in float32.
     """
     check_segments(
         x,
