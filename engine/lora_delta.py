@@ -75,7 +75,7 @@ class LoRADelta:
             )
             return
         tokens, width = x.shape[0], len(slice_sizes) * self.max_rank
-        splits = shrink_split_k(tokens, x.shape[1])
+        splits = shrink_split_k(tokens, x.shape[1]) if x.is_cuda else 1
         shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
         segments = (info.seg_indptr, info.weight_indices, info.pair_row, info.num_segments)
         sgemm_a(x, self.arena, a_ptrs, ranks, *segments, self.max_rank, shrunk)

@@ -20,12 +20,14 @@ from graphs.graph_capturer import Backend, GraphCapturer
 from graphs.graph_runner import GraphRunner
 from graphs.graph_stats import GraphStats
 from graphs.ladder import Ladder
+from kernels.lora_segments import ROW_REGIMES
 from memory.capture_state import CaptureState
 from memory.manager import MemoryManager
 from memory.readback import Readback, ReadbackRing
 from memory.step_buffers import StepBuffers
 
-PREFILL_WARM_UP_TOKENS = (1, 17, 300)  # kernels choose block shapes by these ranges of rows
+# Kernels choose block shapes by the number of rows: one of each range, and one above all.
+PREFILL_WARM_UP_TOKENS = (*ROW_REGIMES, ROW_REGIMES[-1] + 1)
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class ModelRunner:
         with self.trace.range("capture"):
             with state.synthetic():
                 most = min(memory.config.prefill_chunk_tokens, memory.config.max_seq_len)
-                for tokens in PREFILL_WARM_UP_TOKENS:
-                    self.prefill.warm_up(min(tokens, most))
+                for tokens in sorted({min(tokens, most) for tokens in PREFILL_WARM_UP_TOKENS}):
+                    self.prefill.warm_up(tokens)
             capturer = GraphCapturer(
                 backend,
                 self._step,

@@ -120,19 +120,21 @@ class Prefill:
         slots = [_slot(chunk.sequence) for chunk in chunks]
         seq_lens = [chunk.start + chunk.count for chunk in chunks]
         wanted = [chunk.sequence.request.params.logprobs for chunk in drawing]
-        return [
-            *self._memory.adapters.enabled,
-            *token_ids,
-            *positions,
-            *kv_slots,
-            *row_adapter,
-            *slots,
-            *seq_lens,
-            *q_indptr,
-            *(ends[id(chunk.sequence)] for chunk in drawing),
-            *(_slot(chunk.sequence) for chunk in drawing),
-            *(-1 if k is None else k for k in wanted),
-        ]
+        return PrefillBuffers.pack(
+            [
+                self._memory.adapters.enabled,
+                token_ids,
+                positions,
+                kv_slots,
+                row_adapter,
+                slots,
+                seq_lens,
+                q_indptr,
+                [ends[id(chunk.sequence)] for chunk in drawing],
+                [_slot(chunk.sequence) for chunk in drawing],
+                [-1 if k is None else k for k in wanted],
+            ]
+        )
 
     def _score_prompts(self, chunks: Items[PrefillChunk], buffers: PrefillBuffers) -> None:
         """Logprobs of the prompts' own tokens, for requests that ask for them.
@@ -147,7 +149,7 @@ class Prefill:
 
     def _score(self, chunk: PrefillChunk, first: int, buffers: PrefillBuffers) -> None:
         request, ws = chunk.sequence.request, buffers.workspace
-        device, count = ws.logits.device, request.params.prompt_logprobs
+        device, count = ws.logits.device, request.params.prompt_logprobs or 0
         if request.prompt_logprobs is None or chunk.start == 0:
             request.prompt_logprobs = [None]
         targets = request.prompt_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
@@ -167,7 +169,7 @@ class Prefill:
             )
             results = self._readback.start(outputs, rows, with_top=True).wait()
             for row, token in enumerate(ids):
-                top = results.top(row, count or 0)
+                top = results.top(row, count)
                 request.prompt_logprobs.append({**top, token: results.logprobs[row]})
 
 

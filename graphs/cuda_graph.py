@@ -9,6 +9,10 @@ import torch
 from graphs.capture_watch import CaptureWatch, line_of_step
 from graphs.errors import CaptureError
 
+# Graphs whose capture CUDA itself broke off. Before torch 2.12 the allocator of pinned memory
+# still looks at them: they must not be freed.
+_broken: list[torch.cuda.CUDAGraph] = []
+
 
 class CudaStepGraph:
     """Graphs that share `pool` share memory for their intermediates: never replay two at once.
@@ -27,7 +31,8 @@ class CudaStepGraph:
     def capture(self, fn: Callable[[], None]) -> None:
         """Record `fn`. CaptureError names the line that CUDA, or the rules, refused.
 
-        Afterwards the device and the stream are in working order, whatever happened.
+        Afterwards the device and the stream are in working order, whatever happened. A pool in
+        which CUDA broke off a capture is spent: before torch 2.12 it takes no other.
         """
         assert self._graph is None, "a graph is captured once"
         device = self._stream.device
@@ -75,6 +80,7 @@ class CudaStepGraph:
             graph.capture_end()
         except RuntimeError as error:
             self._leave_pool()
+            _broken.append(graph)
             failure = failure or error
         return failure
 

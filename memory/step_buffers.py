@@ -3,6 +3,7 @@
 Batch size B's buffers are views of the largest's, so all sizes together cost what one does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +48,18 @@ class StepBuffers:
         return named
 
 
+def pack_padded(count: int) -> int:
+    """`count` int32 rounded up to 16 bytes: parts of a packed buffer start there, since kernels
+    are compiled for the alignment of what they get."""
+    return -(-count // 4) * 4
+
+
 @dataclass(frozen=True)
 class PrefillBuffers:
     """One prefill chunk: T tokens of N sequences, of which B end their prompt here; int32.
 
-    All but `lora`, `workspace` and `outputs` are views of `packed`, staged by one copy:
-    `adapter_enabled` [max_loras], `token_ids`, `positions`, `kv_slots` and `lora.row_adapter`
+    All but `lora`, `workspace` and `outputs` are views of `packed`, staged by one copy of what
+    `pack` makes of the values, in this order: `adapter_enabled` [max_loras], `token_ids`, `positions`, `kv_slots` and `lora.row_adapter`
     [T], `seq_request` and `seq_lens` [N], `q_indptr` [N+1], `logit_rows` (token index),
     `row_request` and `row_num_logprobs` [B].
     """
@@ -71,3 +78,12 @@ class PrefillBuffers:
     lora: LoRABatchInfo
     workspace: Workspace
     outputs: StepOutputs
+
+    @staticmethod
+    def pack(parts: Sequence[Sequence[int]]) -> list[int]:
+        """The values of `packed`: each part, padded to where the next one starts."""
+        packed: list[int] = []
+        for part in parts:
+            packed += part
+            packed += [0] * (pack_padded(len(part)) - len(part))
+        return packed

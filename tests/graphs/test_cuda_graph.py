@@ -14,12 +14,12 @@ def place():
     return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
 
-def _works(place) -> None:
-    """Allocation, clean-up, eager work, a new capture and its replay."""
+def _works(stream) -> None:
+    """Allocation, clean-up, eager work, a new capture on the same stream and its replay."""
     torch.cuda.empty_cache()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     x = torch.ones(1000, device="cuda")
-    graph = CudaStepGraph(*place)
+    graph = CudaStepGraph(torch.cuda.graph_pool_handle(), stream)
     graph.capture(lambda: x.mul_(2).add_(torch.zeros_like(x)))
     graph.replay()
     graph.replay()
@@ -52,14 +52,14 @@ def test_a_fault_that_only_cuda_sees_is_named_by_its_line(place, fault):
 
     with pytest.raises(CaptureError, match=r"test_cuda_graph.py:\d+ `(torch.cuda.sync|x.copy_)"):
         CudaStepGraph(*place).capture(step)
-    _works(place)
+    _works(place[1])
 
 
 def test_an_unjoined_branch_is_a_capture_error(place):
     x = torch.zeros(1000, device="cuda")
     with pytest.raises(CaptureError, match="unjoined"):
         CudaStepGraph(*place).capture(lambda: _leave_a_branch_unjoined(x))
-    _works(place)
+    _works(place[1])
 
 
 def test_a_joined_branch_is_captured(place):
