@@ -24,6 +24,11 @@ class Adapter:
         self.draining = False
         self.last_used = 0
 
+    @property
+    def stays(self) -> bool:
+        """Whether it keeps its slot for good."""
+        return self.pinned and not self.draining
+
     def info(self) -> AdapterInfo:
         weights = self.packed.weights
         return AdapterInfo(
@@ -133,23 +138,33 @@ class AdapterRegistry:
         """One sequence fewer runs on `adapter`."""
         adapter.running -= 1
 
+    def may_yet_fit(self, adapter: Adapter) -> bool:
+        """Whether `adapter` would find room once everything that runs has ended."""
+        return self._room_after([a for a in self._residents if not a.stays], adapter)
+
     def _place(self, adapter: Adapter, may_evict: bool) -> bool:
-        idle = [a for a in self._residents if a.running == 0 and not a.pinned]
+        """Start the copy of `adapter` into a slot; nothing is evicted where that is no help."""
+        idle = [a for a in self._residents if a.running == 0 and not a.stays] if may_evict else []
         idle.sort(key=lambda a: a.last_used)
-        if not self._free_slots and not (may_evict and idle):
+        for count in range(len(idle) + 1):
+            if self._room_after(idle[:count], adapter):
+                break
+        else:
             return False
-        victims: list[Adapter] = []
-        while True:
-            if self._free_slots and self._store.begin_load(self._free_slots[0], adapter.packed):
-                adapter.slot = self._free_slots.pop(0)
-                self._residents.append(adapter)
-                self.loads += 1
-                return True
-            if not (may_evict and len(victims) < len(idle)):
-                return False
-            victims.append(idle[len(victims)])
-            self._evict(victims[-1])
+        for victim in idle[:count]:
+            self._evict(victim)
             self.evictions += 1
+        adapter.slot = self._free_slots.pop(0)
+        self._store.begin_load(adapter.slot, adapter.packed)
+        self._residents.append(adapter)
+        self.loads += 1
+        return True
+
+    def _room_after(self, gone: list[Adapter], adapter: Adapter) -> bool:
+        """Whether a slot and an extent are there for `adapter` without those of `gone`."""
+        slots = [a.slot for a in gone if a.slot is not None]
+        has_slot = bool(self._free_slots or slots)
+        return has_slot and self._store.would_fit(adapter.packed, slots)
 
     def _evict(self, adapter: Adapter) -> None:
         assert adapter.slot is not None

@@ -105,6 +105,11 @@ class Sequence:
         return self.request.prompt_ids + self.output_ids
 
     @property
+    def num_tokens(self) -> int:
+        """Length of `token_ids`."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
     def prefilled(self) -> bool:
         return self.slot is not None and self.computed == self.prefill_tokens
 

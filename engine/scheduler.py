@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.adapter_registry import AdapterRegistry
+from engine.adapter_registry import Adapter, AdapterRegistry
 from engine.errors import CapacityError
 from engine.request import Sequence
 from memory.page_pool import DUMMY_PAGE, PagePool, page_key, root_key
@@ -106,11 +106,13 @@ class Scheduler:
 
     def key_pages(self, sequence: Sequence) -> None:
         """Name the pages that known tokens have filled, for reuse of equal prefixes."""
-        size = self.pages.page_size
-        written = len(sequence.token_ids) - 1  # the newest token has no KV yet
+        size, keys = self.pages.page_size, sequence.page_keys
+        written = sequence.num_tokens - 1  # the newest token has no KV yet
+        full_pages = min(written // size, len(sequence.pages))
+        if len(keys) == full_pages:
+            return
         tokens = sequence.token_ids
-        while (full := len(sequence.page_keys)) < min(written // size, len(sequence.pages)):
-            keys = sequence.page_keys
+        for full in range(len(keys), full_pages):
             parent = keys[-1] if keys else root_key(sequence.request.adapter_version)
             keys.append(page_key(parent, tokens[full * size : (full + 1) * size]))
             self.pages.set_key(sequence.pages[full], keys[-1])
@@ -181,26 +183,34 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         self._pages_wanted = False
         blocked: list[Sequence] = []  # those that wait for an adapter slot, and may be passed
+        absent: set[Adapter] = set()  # theirs: what found no room finds none later in this step
+        held = False  # one of them was passed too often: only the base model passes now
         for sequence in list(self.waiting):
             if not self._free_slots:
                 break
             adapter = sequence.request.adapter
-            if adapter and any(other.overtaken >= MAX_OVERTAKEN for other in blocked):
-                continue
-            needed = self.pages.pages_for(len(sequence.token_ids))
+            if adapter:
+                if held:
+                    continue
+                if adapter in absent or not self.adapters.acquire(adapter):
+                    if adapter not in absent and not self.adapters.may_yet_fit(adapter):
+                        message = f"adapter {adapter.name!r} finds no room beside the pinned ones"
+                        plan.refused.append((sequence, CapacityError(message)))
+                        continue
+                    absent.add(adapter)
+                    blocked.append(sequence)
+                    held = sequence.overtaken >= MAX_OVERTAKEN
+                    continue
+            needed = self.pages.pages_for(sequence.num_tokens)
             self._pages_wanted = not self._have_room_for(needed, plan)
             if self._pages_wanted:
+                if adapter:
+                    self.adapters.release(adapter)  # it stays resident while nothing else needs it
                 break
-            if adapter and not self.adapters.acquire(adapter):
-                if self.running:
-                    blocked.append(sequence)
-                else:
-                    message = f"adapter {adapter.name!r} finds no room beside the pinned ones"
-                    plan.refused.append((sequence, CapacityError(message)))
-                continue
             if adapter:
                 for other in blocked:
                     other.overtaken += 1
+                held = any(other.overtaken >= MAX_OVERTAKEN for other in blocked)
             self._start(sequence, needed, plan)
 
     def _have_room_for(self, num_pages: int, plan: StepPlan) -> bool:
@@ -217,7 +227,7 @@ class Scheduler:
         assert pages is not None, "admission counted the free pages"
         self.waiting.remove(sequence)
         sequence.slot = self._free_slots.pop()
-        sequence.prefill_tokens = len(sequence.token_ids)
+        sequence.prefill_tokens = sequence.num_tokens
         sequence.computed = sequence.overtaken = 0
         self._give_pages(sequence, pages, plan)
         self.running.append(sequence)

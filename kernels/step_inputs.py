@@ -69,7 +69,18 @@ def gather_step_inputs_triton(
     page · page_size + offset of the position, from `block_tables` [R, max_pages].
     `num_logprobs` [R] may be a strided column. The last six parameters are written in place.
     """
-    num_rows = row_request.shape[0]
+    num_rows, num_requests = row_request.shape[0], last_token.shape[0]
+    assert num_rows > 0, "a step has a row"
+    rows = (row_request, token_ids, positions, seq_lens, kv_slots, row_adapter, row_num_logprobs)
+    tables = (last_token, request_positions, adapter_slots)
+    for tensor, length in [(t, num_rows) for t in rows] + [(t, num_requests) for t in tables]:
+        assert tensor.shape == (length,), f"shape {tuple(tensor.shape)}, not ({length},)"
+        assert tensor.is_contiguous(), "rows and tables are contiguous"
+    assert num_logprobs.shape == (num_requests,), f"num_logprobs is [{num_requests}]"
+    assert block_tables.shape[:1] == (num_requests,), f"block_tables is [{num_requests}, pages]"
+    assert block_tables.is_contiguous(), "block_tables is contiguous"
+    for tensor in (*rows, *tables, num_logprobs, block_tables):
+        assert tensor.dtype == torch.int32, f"{tensor.dtype}, not int32"
     block = min(128, triton.next_power_of_2(num_rows))
     _gather_step_inputs_kernel[(triton.cdiv(num_rows, block),)](
         row_request,
@@ -85,7 +96,7 @@ def gather_step_inputs_triton(
         row_adapter,
         row_num_logprobs,
         num_rows,
-        last_token.shape[0],
+        num_requests,
         block_tables.shape[1],
         num_logprobs.stride(0),
         PAGE_SIZE=page_size,

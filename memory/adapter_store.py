@@ -4,7 +4,7 @@ Knows nothing of names, versions or who may be evicted: its owner says which slo
 empty. An adapter takes one extent of its own size, never padded to `max_lora_rank`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -44,7 +44,9 @@ class AdapterStore:
         self.enabled = [0] * max_loras  # host copy of `adapter_enabled`, staged before a replay
         self._extents = ExtentAllocator(arena_bytes)
         self._residents: dict[int, _Resident] = {}
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last_use: torch.cuda.Event | None = None
 
     @property
@@ -55,16 +57,24 @@ class AdapterStore:
     def used_bytes(self) -> int:
         return self._extents.used_bytes
 
-    def begin_load(self, slot: int, packed: PackedAdapter) -> bool:
-        """Start the copy of `packed` into an extent for the empty `slot`, on a side stream.
+    def would_fit(self, packed: PackedAdapter, without: Iterable[int] = ()) -> bool:
+        """Whether an extent for `packed` is free, or would be with the slots `without` empty."""
+        trial = self._extents.copy()
+        for slot in without:
+            trial.free(self._residents[slot].offset)
+        return trial.allocate(packed.bytes) is not None
 
-        False, and nothing taken, where the arena has no extent of that size. Bytes of an evicted
-        adapter are overwritten only after the last step that was launched before its eviction.
+    def begin_load(self, slot: int, packed: PackedAdapter) -> None:
+        """Start the copy of `packed`, which must fit, into an extent for the empty `slot`, on a
+        side stream.
+
+        Bytes of an evicted adapter are overwritten only after the last step that was launched
+        before its eviction.
         """
         assert slot not in self._residents, f"slot {slot} is taken"
+        assert packed.buffer.dtype == self.arena.dtype, (packed.buffer.dtype, self.arena.dtype)
         offset = self._extents.allocate(packed.bytes)
-        if offset is None:
-            return False
+        assert offset is not None, f"no extent of {packed.bytes} bytes is free"
         start = offset // self.arena.element_size()
         extent = self.arena[start : start + packed.buffer.numel()]
         copied = None
@@ -75,10 +85,9 @@ class AdapterStore:
                 self._copy_stream.wait_event(self._last_use)
             with torch.cuda.stream(self._copy_stream):
                 extent.copy_(packed.buffer, non_blocking=True)
-                copied = torch.cuda.Event()
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record(self._copy_stream)
         self._residents[slot] = _Resident(offset, packed, copied)
-        return True
 
     def finish_load(self, slot: int) -> None:
         """Before the first step that uses `slot`: that step waits for the copy on the device, and
@@ -99,7 +108,7 @@ class AdapterStore:
         self.tables.write_slot(slot, ())
         self.enabled[slot] = 0
         if self._copy_stream is not None:
-            self._last_use = torch.cuda.Event()
+            self._last_use = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._last_use.record(torch.cuda.current_stream(self.arena.device))
         self._extents.free(resident.offset)
 

@@ -29,7 +29,17 @@ class Budget:
     rows: list[BudgetRow] = field(default_factory=list)
 
     def plan(self, name: str, planned_bytes: int, knob: str) -> None:
+        """Add a row, or raise CapacityError where it does not fit, saying what to cut."""
+        left = self.left_bytes
         self.rows.append(BudgetRow(name, planned_bytes, knob))
+        if planned_bytes <= left:
+            return
+        largest = max(self.rows, key=lambda row: row.planned_bytes)
+        raise CapacityError(
+            f"{name}: {planned_bytes / MIB:.1f} MiB needed and {left / MIB:.1f} MiB of "
+            f"{self.total_bytes / MIB:.1f} MiB left; the largest row is {largest.name} with "
+            f"{largest.planned_bytes / MIB:.1f} MiB: cut it with {largest.knob}\n{self.table()}"
+        )
 
     @property
     def planned_bytes(self) -> int:
@@ -39,22 +49,12 @@ class Budget:
     def left_bytes(self) -> int:
         return self.total_bytes - self.planned_bytes
 
-    def require(self, name: str, needed_bytes: int) -> None:
-        """Raise CapacityError unless `needed_bytes` are left for `name`, saying what to cut."""
-        if needed_bytes <= self.left_bytes:
-            return
-        largest = max(self.rows, key=lambda row: row.planned_bytes)
-        raise CapacityError(
-            f"{name} needs {needed_bytes / MIB:.1f} MiB and {self.left_bytes / MIB:.1f} MiB of "
-            f"{self.total_bytes / MIB:.1f} MiB are left; the largest row is {largest.name} with "
-            f"{largest.planned_bytes / MIB:.1f} MiB: cut it with {largest.knob}\n{self.table()}"
-        )
-
     def record(self, name: str, actual_bytes: int) -> None:
         """Note what the row called `name` took in the end."""
-        for row in self.rows:
-            if row.name == name:
-                row.actual_bytes = actual_bytes
+        self.row(name).actual_bytes = actual_bytes
+
+    def row(self, name: str) -> BudgetRow:
+        return next(row for row in self.rows if row.name == name)
 
     def table(self) -> str:
         """The rows as text, planned beside taken."""

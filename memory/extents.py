@@ -19,6 +19,12 @@ class ExtentAllocator:
         self._free: list[tuple[int, int]] = [(0, capacity_bytes)]  # (offset, size), by offset
         self._taken: dict[int, int] = {}
 
+    def copy(self) -> "ExtentAllocator":
+        """The same state, to try things on."""
+        trial = ExtentAllocator(self.capacity_bytes)
+        trial._free, trial._taken = list(self._free), dict(self._taken)
+        return trial
+
     @property
     def used_bytes(self) -> int:
         return sum(self._taken.values())

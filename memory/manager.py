@@ -1,5 +1,6 @@
 """Plans the budget and allocates, once, everything whose address a graph will hold."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ from kernels.sampling import sampling_partials_shape
 from kernels.sgemm import shrink_split_k
 from memory.adapter_store import AdapterStore
 from memory.budget import MIB, Budget
-from memory.errors import CapacityError
 from memory.extents import aligned
 from memory.kv_cache import KVCache, page_bytes
 from memory.lora_batch_info import LoRABatchInfo
@@ -18,7 +18,7 @@ from memory.model_dims import ModelDims, adapter_bytes
 from memory.page_pool import PagePool
 from memory.request_tables import RequestTables
 from memory.staging import StagingRing
-from memory.step_buffers import PrefillBuffers, StepBuffers
+from memory.step_buffers import PrefillBuffers, StepBuffers, pack_padded
 from memory.step_outputs import StepOutputs
 from memory.workspace import Workspace, WorkspaceSizes, workspace_bytes
 
@@ -68,7 +68,7 @@ class MemoryManager:
             dims,
             config.max_loras,
             config.max_lora_rank,
-            self._adapter_bytes(),
+            self.budget.row("adapters").planned_bytes,
             dtype,
             device,
         )
@@ -82,7 +82,7 @@ class MemoryManager:
         self._step_buffers: dict[int, StepBuffers] = {}
         self._prefill_lora = LoRABatchInfo.allocate(self._sizes.rows, config.max_loras, device)
         self._prefill_outputs = StepOutputs.allocate(self._sizes.logit_rows, device)
-        packed = config.max_loras + 4 * self._sizes.rows + 6 * rows + 1
+        packed = config.max_loras + 4 * self._sizes.rows + 6 * rows + 1 + 11 * pack_padded(1)
         self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
         self.staging = StagingRing(packed, device)
         self.budget.record("tables", _bytes(self.tables.tensors()))
@@ -127,8 +127,10 @@ class MemoryManager:
         `sampled_rows` end their prompt."""
         sizes = [self.config.max_loras, tokens, tokens, tokens, tokens]
         sizes += [sequences, sequences, sequences + 1, sampled_rows, sampled_rows, sampled_rows]
-        packed = self._packed[: sum(sizes)]
-        parts = packed.split(sizes)
+        padded = [pack_padded(size) for size in sizes]
+        packed = self._packed[: sum(padded)]
+        whole = packed.split_with_sizes(padded)
+        parts = [part[:size] for part, size in zip(whole, sizes, strict=True)]
         lora = self._prefill_lora.view(tokens)
         lora = LoRABatchInfo(**{**lora.tensors(), "row_adapter": parts[4]})
         return PrefillBuffers(
@@ -183,7 +185,8 @@ class MemoryManager:
             free, total = torch.cuda.mem_get_info(self.device)
             budget = Budget(max(0, int(total * config.memory_fraction) - (total - free)))
         else:
-            budget = Budget(2**63 - 1)  # the CPU's rows have bounds of their own
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            budget = Budget(int(total * config.memory_fraction))
         meta = RequestTables.allocate(
             config.max_batch_size, self.max_pages, self.dims.vocab_size, torch.device("meta")
         )
@@ -193,10 +196,8 @@ class MemoryManager:
         budget.plan("workspace", workspace, "prefill_chunk_tokens or max_batch_size")
         graph_bytes = config.num_graphs * GRAPH_BYTES_EACH if self.device.type == "cuda" else 0
         budget.plan("graphs", graph_bytes, "graph_batch_sizes")
-        budget.require("what the model needs", 0)
         adapters = self._plan_adapter_bytes(budget.left_bytes)
         budget.plan("adapters", adapters, "max_loras, max_lora_rank or lora_memory_bytes")
-        budget.require("adapters", 0)
         return budget
 
     def _plan_adapter_bytes(self, left_bytes: int) -> int:
@@ -210,22 +211,15 @@ class MemoryManager:
         limit = CPU_ADAPTER_BYTES if self.device.type == "cpu" else left_bytes // 4
         return aligned(min(config.max_loras * one, max(limit, one)))
 
-    def _adapter_bytes(self) -> int:
-        return next(r.planned_bytes for r in self.budget.rows if r.name == "adapters")
-
     def _plan_kv_pages(self) -> int:
         config = self.config
         one = page_bytes(self.dims, config.page_size, self.dtype)
         useful = config.max_batch_size * (self.max_pages - 1) + 1
         if config.kv_cache_tokens is not None:
             pages = -(-config.kv_cache_tokens // config.page_size) + 1
-        elif self.device.type == "cpu":
-            pages = min(useful, CPU_KV_BYTES // one)
         else:
-            pages = min(useful, self.budget.left_bytes // one)
-        self.budget.require("the KV cache", max(pages, 2) * one)
-        if pages < 2:
-            raise CapacityError(f"kv_cache_tokens={config.kv_cache_tokens}: at least one page")
+            limit = CPU_KV_BYTES if self.device.type == "cpu" else self.budget.left_bytes
+            pages = max(2, min(useful, limit // one))
         self.budget.plan("KV cache", pages * one, "kv_cache_tokens")
         return pages
 

@@ -1,7 +1,7 @@
 """Which KV pages are free and which request holds which: bookkeeping on the host only.
 
-Page 0 is the dummy page: rows of padding write there, and unused block-table entries point at
-it. It is never handed out.
+Page 0 is the dummy page: rows of padding write there, and the block-table entries of pages that
+were taken back point at it. It is never handed out.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))  # popped from the end: 1, 2, …
+        self._taken: set[int] = set()
         self._keys: dict[int, bytes] = {}
 
     @property
@@ -41,7 +42,7 @@ class PagePool:
 
     @property
     def used_pages(self) -> int:
-        return self.num_pages - 1 - len(self._free)
+        return len(self._taken)
 
     def pages_for(self, tokens: int) -> int:
         """How many pages hold `tokens` tokens."""
@@ -51,12 +52,15 @@ class PagePool:
         """`count` pages, or None (and nothing taken) where fewer are free."""
         if count > len(self._free):
             return None
-        return [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
+        self._taken.update(pages)
+        return pages
 
     def free(self, pages: list[int]) -> None:
         """Give pages back, the last first, so that equal histories hand out equal pages."""
         for page in reversed(pages):
-            assert page != DUMMY_PAGE
+            assert page in self._taken, f"page {page} is not taken"
+            self._taken.remove(page)
             self._keys.pop(page, None)
             self._free.append(page)
 

@@ -27,7 +27,8 @@ class _Slot:
         self.chosen = torch.empty(2, rows, dtype=torch.int32, pin_memory=pinned)
         self.top_ids = torch.empty(rows, MAX_LOGPROBS, dtype=torch.int32, pin_memory=pinned)
         self.top_values = torch.empty(rows, MAX_LOGPROBS, pin_memory=pinned)
-        self.event = torch.cuda.Event() if pinned else None
+        self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self.unread = False
 
 
 class Readback:
@@ -41,26 +42,29 @@ class Readback:
         slot, rows = self._slot, self._rows
         if slot.event is not None:
             slot.event.synchronize()
+        assert slot.unread, "results are read once"
         top_ids, top_values = slot.top_ids[:rows], slot.top_values[:rows]
-        return StepResults(
+        results = StepResults(
             slot.chosen[0, :rows].tolist(),
             slot.chosen[1, :rows].view(torch.float32).tolist(),
             top_ids.tolist() if self._with_top else [],
             top_values.tolist() if self._with_top else [],
         )
+        slot.unread = False
+        return results
 
 
 class ReadbackRing:
-    """Pinned buffers for `depth` copies that may be unread at once."""
+    """Pinned buffers for copies under way. One that is still to be read is never written again:
+    where all are, another joins the ring."""
 
     def __init__(self, rows: int, device: torch.device, depth: int = 4) -> None:
-        self._slots = [_Slot(rows, device.type == "cuda") for _ in range(depth)]
-        self._next = 0
+        self._rows, self._pinned = rows, device.type == "cuda"
+        self._slots = [_Slot(rows, self._pinned) for _ in range(depth)]
 
     def start(self, outputs: StepOutputs, rows: int, with_top: bool) -> Readback:
         """Copy the first `rows` rows after what was launched so far, without waiting."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
+        slot = self._unused_slot()
         for line in range(2):  # contiguous rows on both sides: plain asynchronous copies
             slot.chosen[line, :rows].copy_(outputs.chosen[line, :rows], non_blocking=True)
         if with_top:
@@ -69,3 +73,11 @@ class ReadbackRing:
         if slot.event is not None:
             slot.event.record()
         return Readback(slot, rows, with_top)
+
+    def _unused_slot(self) -> _Slot:
+        slot = next((slot for slot in self._slots if not slot.unread), None)
+        if slot is None:
+            slot = _Slot(self._rows, self._pinned)
+            self._slots.append(slot)
+        slot.unread = True
+        return slot

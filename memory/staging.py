@@ -32,7 +32,7 @@ class StagingRing:
         staged.copy_(torch.as_tensor(values, dtype=torch.int32))
         destination[:count].copy_(staged, non_blocking=True)
         if self._on_gpu:
-            event = event or torch.cuda.Event()
+            event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._events[index] = event
         self.copies += 1

@@ -59,9 +59,9 @@ class PrefillBuffers:
     """One prefill chunk: T tokens of N sequences, of which B end their prompt here; int32.
 
     All but `lora`, `workspace` and `outputs` are views of `packed`, staged by one copy of what
-    `pack` makes of the values, in this order: `adapter_enabled` [max_loras], `token_ids`, `positions`, `kv_slots` and `lora.row_adapter`
-    [T], `seq_request` and `seq_lens` [N], `q_indptr` [N+1], `logit_rows` (token index),
-    `row_request` and `row_num_logprobs` [B].
+    `pack` makes of the values, in this order: `adapter_enabled` [max_loras], `token_ids`,
+    `positions`, `kv_slots` and `lora.row_adapter` [T], `seq_request` and `seq_lens` [N],
+    `q_indptr` [N+1], `logit_rows` (token index), `row_request` and `row_num_logprobs` [B].
     """
 
     packed: torch.Tensor

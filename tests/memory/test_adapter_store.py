@@ -1,0 +1,201 @@
+"""The adapter store: what the tables say is what lies in the arena, through loads and evictions."""
+
+import pytest
+import torch
+
+from memory.adapter_store import AdapterStore
+from memory.extents import ALIGNMENT_BYTES
+from memory.lora_targets import SERVED, Target
+from memory.packed_adapter import PackedAdapter, pack_adapter
+from tests.memory.tiny_dims import TinyDims, random_adapter
+
+DIMS = TinyDims()
+CPU = torch.device("cpu")
+MAX_RANK = 8
+
+
+def packed(rank: int, targets=SERVED, seed: int = 0, dtype=torch.float32) -> PackedAdapter:
+    return pack_adapter(random_adapter(DIMS, rank, targets, seed), dtype, pinned=False)
+
+
+def make_store(max_loras: int = 3, ranks: int = 24, dtype=torch.float32) -> AdapterStore:
+    """Room for one adapter of rank `ranks` on every module."""
+    arena = pack_adapter(random_adapter(DIMS, ranks), dtype, pinned=False).bytes
+    return AdapterStore(DIMS, max_loras, MAX_RANK, arena, dtype, CPU)
+
+
+def load(store: AdapterStore, slot: int, adapter: PackedAdapter) -> None:
+    store.begin_load(slot, adapter)
+    store.finish_load(slot)
+
+
+def at_address(store: AdapterStore, address: int, rows: int, columns: int) -> torch.Tensor:
+    offset = address - store.arena.data_ptr()
+    assert offset % ALIGNMENT_BYTES == 0
+    assert 0 <= offset < store.arena.numel() * store.arena.element_size()
+    start = offset // store.arena.element_size()
+    return store.arena[start : start + rows * columns].view(rows, columns)
+
+
+def assert_slot_holds(store: AdapterStore, slot: int, adapter: PackedAdapter | None) -> None:
+    """Every entry of `slot`, present or absent; the weights are read back from the arena."""
+    tables = store.tables
+    modules = {} if adapter is None else {(m.layer, m.target): m for m in adapter.weights.modules}
+    assert store.enabled[slot] == (adapter is not None)
+    for layer in range(DIMS.num_layers):
+        for target in Target:
+            at = (layer, int(target), slot)
+            module = modules.get((layer, target))
+            if module is None:
+                assert (tables.lora_ranks[at], tables.scalings[at]) == (0, 0)
+                assert (tables.a_ptrs[at], tables.b_ptrs[at]) == (0, 0)
+                continue
+            rank, (out, width) = module.rank, DIMS.target_shape(target)
+            assert tables.lora_ranks[at] == rank
+            assert tables.scalings[at] == torch.tensor(module.scaling)
+            a = at_address(store, tables.a_ptrs[at].item(), rank, width)
+            b = at_address(store, tables.b_ptrs[at].item(), out, rank)
+            assert torch.equal(a, module.a)
+            assert torch.equal(b, module.b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_point_at_the_weights_of_each_slot(dtype):
+    store = make_store(dtype=dtype)
+    first = packed(5, dtype=dtype)
+    last = packed(3, [Target.K_PROJ, Target.DOWN_PROJ], seed=1, dtype=dtype)
+    load(store, 2, last)
+    load(store, 0, first)
+    for slot, adapter in enumerate((first, None, last)):
+        assert_slot_holds(store, slot, adapter)
+    assert store.used_bytes == first.bytes + last.bytes
+
+
+def test_nothing_is_in_the_tables_before_the_load_is_finished():
+    store = make_store()
+    adapter = packed(4)
+    store.begin_load(1, adapter)
+    assert_slot_holds(store, 1, None)
+    store.finish_load(1)
+    assert_slot_holds(store, 1, adapter)
+
+
+def test_the_host_copy_is_not_needed_after_the_load():
+    store = make_store()
+    adapter, again = packed(4), packed(4)
+    load(store, 0, adapter)
+    adapter.buffer.fill_(torch.nan)
+    assert_slot_holds(store, 0, again)
+
+
+def test_a_slot_forgets_its_last_adapter():
+    store = make_store()
+    neighbour, before = packed(2, seed=1), packed(8)
+    after = packed(1, [Target.O_PROJ], seed=2)
+    load(store, 0, neighbour)
+    load(store, 1, before)
+    store.evict(1)
+    assert_slot_holds(store, 1, None)
+    load(store, 1, after)
+    assert_slot_holds(store, 1, after)
+    assert_slot_holds(store, 0, neighbour)
+    assert store.used_bytes == neighbour.bytes + after.bytes
+
+
+def test_table_addresses_never_change():
+    store = make_store()
+    before = {name: tensor.data_ptr() for name, tensor in store.tables.tensors().items()}
+    arena = store.arena.data_ptr()
+    for cycle in range(10):
+        load(store, cycle % 3, packed(1 + cycle % MAX_RANK, seed=cycle))
+        store.evict(cycle % 3)
+    assert before == {name: tensor.data_ptr() for name, tensor in store.tables.tensors().items()}
+    assert store.arena.data_ptr() == arena
+    assert store.used_bytes == 0
+    assert store.enabled == [0, 0, 0]
+
+
+def test_a_full_arena_says_so_and_what_would_help():
+    store = make_store(ranks=16)
+    load(store, 0, packed(6))
+    load(store, 1, packed(8))
+    large = packed(7)
+    assert not store.would_fit(large)
+    assert store.would_fit(large, without=[1])
+    assert not store.would_fit(large, without=[0])  # holes of 6 and of 2: neither is enough
+    assert store.would_fit(packed(16), without=[0, 1])
+    assert not store.would_fit(packed(17), without=[0, 1])
+    with pytest.raises(AssertionError, match="no extent"):
+        store.begin_load(2, large)
+    assert_slot_holds(store, 0, packed(6))  # asking took nothing away
+    assert_slot_holds(store, 1, packed(8))
+
+
+def test_a_slot_is_filled_once():
+    store = make_store()
+    load(store, 0, packed(2))
+    with pytest.raises(AssertionError, match="slot 0 is taken"):
+        store.begin_load(0, packed(2))
+    with pytest.raises(AssertionError, match="bfloat16"):
+        store.begin_load(1, packed(2, dtype=torch.bfloat16))
+
+
+def test_synthetic_adapters_stay_inside_the_arena_and_leave():
+    store = make_store(ranks=8)
+    adapter = packed(5)
+    load(store, 1, adapter)
+    with store.synthetic():
+        assert (store.tables.lora_ranks[:, : len(SERVED)] == MAX_RANK).all()
+        assert (store.tables.lora_ranks[:, len(SERVED) :] == 0).all()
+        for target in SERVED:
+            out, width = DIMS.target_shape(target)
+            at = (1, int(target), 2)
+            at_address(store, store.tables.a_ptrs[at].item(), MAX_RANK, width)
+            at_address(store, store.tables.b_ptrs[at].item(), out, MAX_RANK)
+    assert_slot_holds(store, 1, adapter)
+    assert_slot_holds(store, 2, None)
+
+
+def test_synthetic_rank_is_what_a_small_arena_holds():
+    widest = max(max(DIMS.target_shape(target)) for target in SERVED)
+    store = AdapterStore(DIMS, 2, MAX_RANK, 4 * widest * 3, torch.float32, CPU)
+    with store.synthetic():
+        assert store.tables.lora_ranks.max() == 3
+
+
+def test_zeroed_hides_every_adapter_and_puts_them_back():
+    store = make_store()
+    adapter = packed(5)
+    load(store, 1, adapter)
+    with store.zeroed():
+        assert not any(tensor.any() for tensor in store.tables.tensors().values())
+    assert_slot_holds(store, 1, adapter)
+    with pytest.raises(RuntimeError, match="capture failed"), store.zeroed():
+        raise RuntimeError("capture failed")
+    assert_slot_holds(store, 1, adapter)
+
+
+def test_a_store_without_slots():
+    store = AdapterStore(DIMS, 0, MAX_RANK, 0, torch.float32, CPU)
+    assert not store.would_fit(packed(1))
+    with store.synthetic(), store.zeroed():
+        assert store.tables.lora_ranks.numel() == 0
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_load_overwrites_only_what_no_launched_step_reads():
+    """A step reads an adapter, slowly; it is evicted and its bytes are given to another."""
+    device = torch.device("cuda")
+    first, second = (
+        pack_adapter(random_adapter(DIMS, 8, seed=s), torch.float32, pinned=True) for s in (0, 1)
+    )
+    store = AdapterStore(DIMS, 1, MAX_RANK, first.bytes, torch.float32, device)
+    load(store, 0, first)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second
+    seen = store.arena.clone()
+    store.evict(0)
+    load(store, 0, second)
+    assert torch.equal(seen.cpu(), first.buffer)
+    assert torch.equal(store.arena.cpu(), second.buffer)
+    assert store.tables.a_ptrs[0, 0, 0].item() == store.arena.data_ptr()

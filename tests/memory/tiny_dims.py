@@ -1,0 +1,54 @@
+"""A model's sizes for memory tests, and random adapters that fit it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memory.adapter_weights import AdapterWeights, LoRAModule
+from memory.lora_targets import SERVED, Target
+
+
+@dataclass(frozen=True)
+class TinyDims:
+    """Grouped-query heads whose widths differ from the hidden size."""
+
+    num_layers: int = 2
+    hidden_size: int = 48
+    intermediate_size: int = 86
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    vocab_size: int = 515
+
+    def target_shape(self, target: Target) -> tuple[int, int]:
+        q, kv = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            Target.Q_PROJ: (q, self.hidden_size),
+            Target.K_PROJ: (kv, self.hidden_size),
+            Target.V_PROJ: (kv, self.hidden_size),
+            Target.O_PROJ: (self.hidden_size, q),
+            Target.GATE_PROJ: (self.intermediate_size, self.hidden_size),
+            Target.UP_PROJ: (self.intermediate_size, self.hidden_size),
+            Target.DOWN_PROJ: (self.hidden_size, self.intermediate_size),
+        }[target]
+
+
+def random_adapter(
+    dims: TinyDims,
+    rank: int,
+    targets: Sequence[Target] = SERVED,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    layers: Sequence[int] = (0, 1),
+) -> AdapterWeights:
+    """`targets` of `layers` at `rank`; the scaling differs by module and is never 1."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = []
+    for layer in layers:
+        for target in targets:
+            out, width = dims.target_shape(target)
+            a = torch.randn(rank, width, generator=generator).to(dtype)
+            b = torch.randn(out, rank, generator=generator).to(dtype)
+            modules.append(LoRAModule(layer, target, a, b, 0.37 + layer + 0.01 * target))
+    return AdapterWeights(f"random-{rank}-{seed}", tuple(modules))
