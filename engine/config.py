@@ -1,6 +1,7 @@
 """The engine's keywords, checked. The only place that reads environment variables."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.errors import RequestError
+from graphs.graph_capturer import Backend
 from graphs.ladder import Ladder
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -66,8 +68,9 @@ class EngineConfig:
         values = dict(keywords)
         if values.get("graph_batch_sizes") is not None:
             values["graph_batch_sizes"] = _whole_numbers(values["graph_batch_sizes"])
-        values["nvtx"] = values.get("nvtx", False) or _environment_flag(NVTX_VARIABLE)
-        values["debug"] = values.get("debug", False) or _environment_flag(DEBUG_VARIABLE)
+        for name, variable in (("nvtx", NVTX_VARIABLE), ("debug", DEBUG_VARIABLE)):
+            if _environment_flag(variable):
+                values[name] = True
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -107,32 +110,32 @@ class EngineConfig:
 
     def resolved_device(self) -> torch.device:
         """The device asked for, or a GPU if there is one. Raises RequestError where it is not."""
-        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        name: object = self.device
+        if name is None:
+            name = "cuda" if torch.cuda.is_available() else "cpu"
         accepted = "accepted: 'cpu', 'cuda', 'cuda:N'"
-        try:
-            device = torch.device(name)
-        except (RuntimeError, TypeError):
-            raise RequestError(f"device={name!r} is no device; {accepted}") from None
-        if device.type == "cpu":
+        known = re.fullmatch(r"cpu|cuda(?::(\d+))?", name) if isinstance(name, str) else None
+        if known is None:
+            raise RequestError(f"device={name!r} is no device; {accepted}")
+        if name == "cpu":
             return torch.device("cpu")
-        if device.type != "cuda":
-            raise RequestError(f"device={name!r} is not supported; {accepted}")
         count = torch.cuda.device_count()
-        index = device.index if device.index is not None else 0
+        index = int(known[1] or 0)
         if index >= count:
             raise RequestError(f"device={name!r}: {count} CUDA devices are present; {accepted}")
         return torch.device("cuda", index)
 
-    def resolved_graphs(self, device: torch.device) -> str:
-        """ "cuda", "tape" or "off". Raises RequestError where the device cannot do it."""
-        natural = "cuda" if device.type == "cuda" else "tape"
-        if self.graphs == "auto":
-            return natural
-        if self.graphs not in (natural, "off"):
+    def resolved_graphs(self, device: torch.device) -> Backend:
+        """The backend asked for, or the device's. Raises RequestError where it cannot do it."""
+        natural: Backend = "cuda" if device.type == "cuda" else "tape"
+        if self.graphs == "off":
+            return "off"
+        if self.graphs not in ("auto", natural):
             raise RequestError(
-                f"graphs={self.graphs!r} does not run on {device}; accepted: {natural!r}, 'off'"
+                f"graphs={self.graphs!r} does not run on {device}; accepted: 'auto', "
+                f"{natural!r}, 'off'"
             )
-        return self.graphs
+        return natural
 
     def ladder(self) -> Ladder:
         """The batch sizes to capture."""
@@ -160,6 +163,15 @@ def check_path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise RequestError(f"{name}={value!r} is not a path")
     return Path(value)
+
+
+def check_adapters(adapters: Any) -> Mapping[str, Any]:
+    """The `adapters` keyword as a mapping, or RequestError; names and paths are checked later."""
+    if adapters is None:
+        return {}
+    if not isinstance(adapters, Mapping):
+        raise RequestError(f"adapters={adapters!r} is not a mapping of names to directories")
+    return adapters
 
 
 def _whole_numbers(value: Any) -> tuple[int, ...]:

@@ -46,6 +46,11 @@ class RequestOutput:
     error: EngineError | None
     metrics: RequestMetrics
 
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far, by all completions."""
+        return sum(len(completion.token_ids) for completion in self.outputs)
+
 
 @dataclass(frozen=True)
 class AdapterInfo:

@@ -1,5 +1,6 @@
 """The shapes in which users may hand over prompts and what goes with them."""
 
+import reprlib
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -10,23 +11,33 @@ from engine.errors import RequestError
 Prompt = str | Items[int]
 
 
-def as_token_ids(prompt: Items[int]) -> list[int]:
-    """A prompt of ids as a list, or RequestError."""
+def as_token_ids(prompt: Items[int], label: str) -> list[int]:
+    """A prompt of ids as a list, or RequestError; `label` is what messages call it."""
     if isinstance(prompt, torch.Tensor):
         prompt = prompt.tolist()
-    if not isinstance(prompt, Items) or any(
-        isinstance(token, bool) or not isinstance(token, int) for token in prompt
-    ):
-        raise RequestError(f"prompt {prompt!r} is neither text nor a list of token ids")
+    if not isinstance(prompt, Items) or isinstance(prompt, bytes | bytearray):
+        raise RequestError(f"{label}={shown(prompt)} is neither text nor a list of token ids")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise RequestError(f"{label} holds {shown(token)}, which is not a token id")
     return list(prompt)
+
+
+def shown(value: object) -> str:
+    """`value` for a message: whole if it is short."""
+    return reprlib.repr(value)
 
 
 def as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
+    if isinstance(prompts, torch.Tensor):
+        prompts = prompts.tolist()
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Items):
-        raise RequestError(f"prompts={prompts!r} is no text, list of token ids, or list of those")
+    if not isinstance(prompts, Items) or isinstance(prompts, bytes | bytearray):
+        raise RequestError(
+            f"prompts={shown(prompts)} is no text, list of token ids, or list of those"
+        )
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -37,10 +48,10 @@ def one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
     if value is None or isinstance(value, kind):
         return [value] * count
     if not isinstance(value, Items) or isinstance(value, str):
-        raise RequestError(f"{name}={value!r} is neither a {kind.__name__} nor a list")
+        raise RequestError(f"{name}={shown(value)} is neither a {kind.__name__} nor a list")
     if len(value) != count:
         raise RequestError(f"{name} has {len(value)} entries for {count} prompts")
     for item in value:
         if item is not None and not isinstance(item, kind):
-            raise RequestError(f"{name} holds {item!r}, which is not a {kind.__name__}")
+            raise RequestError(f"{name} holds {shown(item)}, which is not a {kind.__name__}")
     return list(value)

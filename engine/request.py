@@ -5,7 +5,7 @@ Knows nothing of devices, pages' contents or when a sequence runs: the scheduler
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.adapter_registry import Adapter
 from engine.errors import EngineError
@@ -25,9 +25,9 @@ def as_int64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One prompt, its parameters and its `n` sequences."""
+    """One prompt, its parameters and its `n` sequences. `for_step`: `step()` hands it out."""
 
     request_id: str
     prompt: str | None
@@ -40,10 +40,16 @@ class Request:
     sequences: list["Sequence"] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] | None = None
     error: EngineError | None = None
+    for_step: bool = False
 
     @property
     def finished(self) -> bool:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far, by all sequences."""
+        return sum(len(sequence.output_ids) for sequence in self.sequences)
 
     @property
     def adapter_version(self) -> int:
@@ -65,7 +71,7 @@ class Request:
             outputs=[sequence.output() for sequence in self.sequences],
             finished=self.finished,
             error=self.error,
-            metrics=self.metrics,
+            metrics=replace(self.metrics),
         )
 
 
@@ -135,22 +141,24 @@ class Sequence:
         if params.logprobs is not None:
             self.logprobs.append({**(top or {}), token_id: logprob})
         stopped = token_id in self.request.stop_ids
+        searched = len(self.text)
         if self._detokenizer is not None and not (stopped and token_id not in self._shown_stops()):
             self.text += self._detokenizer.append(token_id)
         enough = len(self.output_ids) >= params.min_tokens
         if stopped and enough:
             self.finish("stop")
-        elif enough and self._cut_at_stop_string():
+        elif enough and self._cut_at_stop_string(searched):
             self.finish_reason = "stop"
         elif len(self.output_ids) >= params.max_tokens:
             self.finish("length")
 
     def finish(self, reason: str) -> None:
         """End here: what the detokenizer held back for more bytes is shown."""
+        searched = len(self.text)
         if self._detokenizer is not None:
             self.text += self._detokenizer.flush()
-            if self._cut_at_stop_string():
-                reason = "stop"
+        if self._cut_at_stop_string(searched) and reason == "length":
+            reason = "stop"
         self.finish_reason = reason
 
     def output(self) -> CompletionOutput:
@@ -168,11 +176,15 @@ class Sequence:
     def _shown_stops(self) -> tuple[int, ...]:
         return tuple(self.request.params.stop_token_ids or ())
 
-    def _cut_at_stop_string(self) -> bool:
-        found = [self.text.find(stop) for stop in self.request.params.stop_strings]
-        found = [at for at in found if at >= 0]
+    def _cut_at_stop_string(self, searched: int) -> bool:
+        """Cut the text before the stop string that ends first, beyond `searched` characters."""
+        found = []
+        for stop in self.request.params.stop_strings:
+            start = self.text.find(stop, max(0, searched - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start))
         if found:
-            self.text = self.text[: min(found)]
+            self.text = self.text[: min(found)[1]]
         return bool(found)
 
     def _held_back(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from engine.errors import RequestError
 from engine.outputs import RequestMetrics
-from engine.prompts import Prompt, as_token_ids
+from engine.prompts import Prompt, as_token_ids, shown
 from engine.request import Request, as_int64
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
@@ -31,22 +31,30 @@ class RequestIntake:
         if tokenizer is not None:
             self._eos_ids |= frozenset(tokenizer.eos_token_ids)
 
-    def request(self, prompt: Prompt, params: SamplingParams | None, request_id: str) -> Request:
-        """A request of the base model, without sequences yet. Raises RequestError."""
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id={request_id!r} is not a string")
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, label: str = "prompt"
+    ) -> Request:
+        """A request of the base model, without sequences yet. Raises RequestError.
+
+        `label` is what messages call the prompt.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id={shown(request_id)} is not a non-empty string")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params={params!r} is not a SamplingParams")
+            raise RequestError(f"sampling_params={shown(params)} is not a SamplingParams")
+        params = params.copy()  # the caller's lists may change later
         params.check_vocabulary(self._vocab_size)
         if params.stop_strings and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and the engine has none")
-        prompt_ids = self._encode(prompt)
+            raise RequestError(
+                f"stop={params.stop!r}: stop strings need a tokenizer, and the engine has none"
+            )
+        prompt_ids = self._encode(prompt, label)
         longest = len(prompt_ids) + params.max_tokens
         if longest > self._max_seq_len:
             raise RequestError(
-                f"a prompt of {len(prompt_ids)} tokens and max_tokens={params.max_tokens} make "
-                f"{longest}; max_seq_len is {self._max_seq_len}"
+                f"{label} has {len(prompt_ids)} tokens and max_tokens={params.max_tokens}: "
+                f"{longest} together, and max_seq_len={self._max_seq_len} is accepted"
             )
         eos_ids = frozenset() if params.ignore_eos else self._eos_ids
         return Request(
@@ -60,18 +68,26 @@ class RequestIntake:
             metrics=RequestMetrics(arrival_time=time.perf_counter()),
         )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, label: str) -> list[int]:
         if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError("a prompt of text needs a tokenizer, and the engine has none")
-            ids = self._tokenizer.encode(prompt)
+            ids = self._encode_text(prompt, label)
         else:
-            ids = as_token_ids(prompt)
+            ids = as_token_ids(prompt, label)
         if not ids:
-            raise RequestError(f"prompt {prompt!r} is empty: at least one token is needed")
+            raise RequestError(f"{label}={prompt!r} is empty: at least one token is needed")
         for token in ids:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(
-                    f"prompt: token id {token} is out of range; the model has {self._vocab_size}"
+                    f"{label}: token id {token} is out of range; accepted: 0 to "
+                    f"{self._vocab_size - 1}"
                 )
         return ids
+
+    def _encode_text(self, text: str, label: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError(f"{label} is text, which needs a tokenizer; the engine has none")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{label}={shown(text)} is not Unicode text ({error})") from None
+        return self._tokenizer.encode(text)

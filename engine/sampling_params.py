@@ -1,13 +1,15 @@
 """How a request wants its tokens drawn: checked when built, so that no bad value gets further."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.errors import RequestError
 from memory.step_outputs import MAX_LOGPROBS
 
 INT32_MAX = 2**31 - 1
+LARGEST_BIAS = 1e30  # far from where float32 sums overflow
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,10 @@ class SamplingParams:
     `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1` are off. `logprobs=k`: the k most
     likely tokens and the chosen one, of the model's distribution before penalties and
     temperature. `stop` strings end a request and are left out of its text; `stop_token_ids` end
-    it and stay in its ids. `min_tokens` are generated before any stop token may be. `logit_bias`
-    maps token ids to what is added to their logits. Raises RequestError naming the parameter.
+    it and stay in its ids. `min_tokens` are generated before any stop token may be, and stop
+    strings among them do not count. `ignore_eos` leaves out the model's end tokens, not the
+    stops given here. `logit_bias` maps token ids to what is added to their logits. Raises
+    RequestError naming the parameter.
     """
 
     n: int = 1
@@ -32,7 +36,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
+    stop_token_ids: Sequence[int] | Set[int] | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
@@ -53,7 +57,7 @@ class SamplingParams:
         self._number("top_p", 0.0, 1.0, above=True)
         self._whole("top_k", -1, INT32_MAX)
         self._number("min_p", 0.0, 1.0)
-        self._number("repetition_penalty", 0.0, 1e6, above=True)
+        self._number("repetition_penalty", 1e-6, 1e6)
         self._number("presence_penalty", -1e6, 1e6)
         self._number("frequency_penalty", -1e6, 1e6)
         if self.seed is not None:
@@ -64,15 +68,8 @@ class SamplingParams:
                 self._whole(name, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos={self.ignore_eos!r} is not True or False")
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop={self.stop!r}: stop strings are non-empty strings")
-        for token in self.stop_token_ids or ():
-            self._token("stop_token_ids", token)
-        for token, bias in (self.logit_bias or {}).items():
-            self._token("logit_bias", token)
-            if not isinstance(bias, int | float) or bias != bias or bias == float("inf"):
-                raise RequestError(f"logit_bias[{token}]={bias!r} is not a number below infinity")
+        self._check_stops()
+        self._check_logit_bias()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -93,8 +90,44 @@ class SamplingParams:
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise RequestError(
-                        f"{name}: token id {token} is out of range; the model has {vocab_size}"
+                        f"{name}: token id {token} is out of range; accepted: 0 to {vocab_size - 1}"
                     )
+
+    def copy(self) -> "SamplingParams":
+        """Equal parameters that share no list or mapping with these."""
+        return replace(
+            self,
+            stop=self.stop_strings,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=dict(self.logit_bias or {}),
+        )
+
+    def _check_stops(self) -> None:
+        accepted = "accepted: a non-empty string or a list of them"
+        if self.stop is not None and not isinstance(self.stop, str | Sequence):
+            raise RequestError(f"stop={self.stop!r}; {accepted}")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop={self.stop!r}; {accepted}")
+        ids = self.stop_token_ids
+        if ids is not None and not isinstance(ids, Sequence | Set):
+            raise RequestError(f"stop_token_ids={ids!r}; accepted: a list of token ids")
+        for token in ids or ():
+            self._token("stop_token_ids", token)
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias={self.logit_bias!r}; accepted: a mapping of token ids to numbers"
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            self._token("logit_bias", token)
+            number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not number or not (bias == -math.inf or abs(bias) <= LARGEST_BIAS):
+                raise RequestError(
+                    f"logit_bias[{token}]={bias!r} is not a number from {-LARGEST_BIAS:g} to "
+                    f"{LARGEST_BIAS:g}, or minus infinity"
+                )
 
     def _whole(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
