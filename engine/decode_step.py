@@ -5,6 +5,7 @@ import torch
 from engine.attention import DecodeAttention
 from engine.decoder import Decoder, StepTokens
 from engine.lora_delta import LoRABackend, LoRADelta
+from engine.trace import Trace
 from kernels.logprobs import logprobs
 from kernels.sampling import sample
 from kernels.sampling_tables import NUM_LOGPROBS
@@ -23,8 +24,11 @@ class DecodeStep:
     The next step's inputs are then on the device already: a steady batch needs no upload.
     """
 
-    def __init__(self, decoder: Decoder, memory: MemoryManager, lora_backend: LoRABackend) -> None:
+    def __init__(
+        self, decoder: Decoder, memory: MemoryManager, lora_backend: LoRABackend, trace: Trace
+    ) -> None:
         self._decoder, self._memory, self._lora_backend = decoder, memory, lora_backend
+        self._trace = trace
 
     def __call__(self, buffers: StepBuffers) -> None:
         memory, tables, ws = self._memory, self._memory.tables, buffers.workspace
@@ -56,7 +60,8 @@ class DecodeStep:
         tokens = StepTokens(buffers.token_ids, buffers.positions, buffers.kv_slots)
         self._decoder.forward(tokens, attention, lora, memory.kv_cache, ws)
         self._decoder.logits(ws.hidden, ws.logits)
-        draw(tables, ws, buffers.row_request, buffers.row_num_logprobs, buffers.outputs)
+        with self._trace.range("sample"):
+            draw(tables, ws, buffers.row_request, buffers.row_num_logprobs, buffers.outputs)
 
 
 def lora_delta(

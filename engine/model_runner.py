@@ -53,10 +53,10 @@ class ModelRunner:
     ) -> None:
         self.memory = memory
         self.trace = trace
-        self._step = DecodeStep(decoder, memory, lora_backend)
+        self._step = DecodeStep(decoder, memory, lora_backend, trace)
         readback = ReadbackRing(memory.workspace.logits.shape[0], memory.device)
         self._readback = readback
-        self.prefill = Prefill(decoder, memory, lora_backend, readback)
+        self.prefill = Prefill(decoder, memory, lora_backend, readback, trace)
         self._admission = RequestAdmission(memory.tables, memory.device)
         self._staged: tuple[int, ...] = ()
         self._capture(graphs, ladder, debug)

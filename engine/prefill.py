@@ -13,6 +13,7 @@ from engine.decoder import Decoder, StepTokens
 from engine.lora_delta import LoRABackend
 from engine.request import Sequence
 from engine.scheduler import PrefillChunk
+from engine.trace import Trace
 from kernels.logprobs import logprobs
 from memory.manager import MemoryManager
 from memory.page_pool import DUMMY_PAGE
@@ -29,9 +30,11 @@ class Prefill:
         memory: MemoryManager,
         lora_backend: LoRABackend,
         readback: ReadbackRing,
+        trace: Trace,
     ) -> None:
         self._decoder, self._memory, self._lora_backend = decoder, memory, lora_backend
         self._readback = readback
+        self._trace = trace
         self.chunks_run = 0
 
     def run(self, chunks: Items[PrefillChunk]) -> tuple[list[Sequence], Readback] | None:
@@ -58,7 +61,8 @@ class Prefill:
         ws = ws.view(rows, rows)
         self._decoder.logits(hidden, ws.logits)
         outputs = buffers.outputs.view(rows)
-        draw(self._memory.tables, ws, buffers.row_request, buffers.row_num_logprobs, outputs)
+        with self._trace.range("sample"):
+            draw(self._memory.tables, ws, buffers.row_request, buffers.row_num_logprobs, outputs)
         sequences = [chunk.sequence for chunk in drawing]
         with_top = any(s.request.params.logprobs for s in sequences)
         return sequences, self._readback.start(outputs, rows, with_top)

@@ -6,7 +6,8 @@ Decode at these batch sizes is bound by memory: every step reads all weights onc
 judged by the bytes it must move over the read bandwidth that this card was just measured to have.
 
 A request is 128 random tokens of prompt, greedy, end tokens ignored. A step's time is
-(time of 288 tokens - time of 32) / 256, through `Engine.generate`, so host work counts; "replay"
+(time of 288 tokens - time of 32) / 256, the median of three, through `Engine.generate`, so host
+work counts; "replay"
 is the same step's graph replayed alone, back to back. Adapters of rank 16 sit on every linear
 layer: `none` uses none, with LoRA enabled; `one` the same for all rows; `mix8` eight of them
 round robin; `off` is an engine without adapter slots.
@@ -14,6 +15,7 @@ round robin; `off` is an engine without adapter slots.
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -26,12 +28,13 @@ from engine.checkpoint import Checkpoint
 from profiles.bandwidth import read_bandwidth
 from profiles.random_adapters import save_random_adapter
 from profiles.result_file import RESULTS, provenance, write_result
-from profiles.shapes import open_model
+from profiles.shapes import SHAPES, open_shape
 from profiles.step_bytes import step_bytes
 
 PROMPT_TOKENS, SHORT, LONG = 128, 32, 288
 MEAN_CONTEXT = PROMPT_TOKENS + (SHORT + LONG) // 2
 RANK = 16
+REPEATS = 3
 DISTINCT = {"off": 0, "none": 0, "one": 1, "mix8": 8}
 
 
@@ -47,7 +50,7 @@ def main() -> None:
         f"{'limit ms':>9} {'ratio':>6}"
     )
     for name in options.model:
-        checkpoint = open_model(name)
+        checkpoint = open_shape(name)
         with tempfile.TemporaryDirectory() as directory:
             paths = {}
             if any(DISTINCT[case] for case in options.adapters):
@@ -150,7 +153,8 @@ def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
         return time.perf_counter() - start
 
     seconds(8)  # adapters become resident, the allocator settles
-    return (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT) * 1e3
+    differences = [seconds(LONG) - seconds(SHORT) for _ in range(REPEATS)]
+    return statistics.median(differences) / (LONG - SHORT) * 1e3
 
 
 def _replay_ms(engine: Engine, batch: int, names: list[str | None], repeats: int = 50) -> float:
@@ -192,7 +196,7 @@ def _parse() -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return text.split(",")
 
-    parser.add_argument("--model", type=names, default=["D8"], help="D8, SmolLM2")
+    parser.add_argument("--model", type=names, default=["D8"], help=", ".join(SHAPES))
     parser.add_argument("--batch", type=lambda t: [int(n) for n in names(t)], default=[8])
     parser.add_argument(
         "--adapters", type=names, default=["none", "mix8"], help=", ".join(DISTINCT)
@@ -205,6 +209,9 @@ def _parse() -> argparse.Namespace:
     unknown = [case for case in options.adapters if case not in DISTINCT]
     if unknown:
         parser.error(f"--adapters {unknown[0]}: known are {', '.join(DISTINCT)}")
+    unknown = [name for name in options.model if name not in SHAPES]
+    if unknown:
+        parser.error(f"--model {unknown[0]}: known are {', '.join(SHAPES)}")
     return options
 
 
