@@ -1,7 +1,6 @@
 """What a request draws and reports, against Hugging Face's logits and rules applied by hand."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -384,85 +383,6 @@ def test_the_first_streamed_output_has_all_prompt_logprobs(engine, oracle):
     params = SamplingParams(max_tokens=3, prompt_logprobs=1, ignore_eos=True)
     for output in engine.stream(LONG, params):
         check_prompt_logprobs(oracle, output, 1)
-
-
-# Text and stop strings
-
-# Only tokens of several letters: random bytes are seldom text.
-LETTERS = dict.fromkeys(range(3 + 256, 515), 30.0)
-TEXT = SamplingParams(max_tokens=24, seed=11, ignore_eos=True, logit_bias=LETTERS)
-
-
-@pytest.fixture(scope="module")
-def written(engine):
-    """A text, and how much of it there is after each of its tokens."""
-    output = engine.generate("bado", TEXT)[0]
-    ids = tokens(output)
-    lengths = [len(engine.tokenizer.decode(ids[: at + 1])) for at in range(len(ids))]
-    text = output.outputs[0].text
-    assert text == engine.tokenizer.decode(ids)
-    assert lengths[-1] == len(text) > 40
-    return text, lengths
-
-
-def crossing_stops(text, lengths):
-    """Strings that begin in one token and end in a later one, and occur once."""
-    for at, end in enumerate(lengths[2:-4], start=2):
-        for before, after in ((1, 1), (2, 1), (1, 3)):
-            stop = text[end - before : end + after]
-            if text.find(stop) == end - before:
-                tokens_needed = next(i for i, n in enumerate(lengths) if n >= end + after) + 1
-                assert tokens_needed > at + 1
-                yield stop, end - before, tokens_needed
-
-
-def test_stop_strings_across_tokens_end_the_text_before_them(engine, written):
-    cases = list(crossing_stops(*written))[:12]
-    assert len(cases) == 12
-    text = written[0]
-    outputs = engine.generate(
-        ["bado"] * 12, [replace(TEXT, stop=["\x00", stop]) for stop, _, _ in cases]
-    )
-    for output, (_, start, tokens_needed) in zip(outputs, cases, strict=True):
-        assert output.outputs[0].text == text[:start]
-        assert output.outputs[0].finish_reason == "stop"
-        assert len(tokens(output)) == tokens_needed
-
-
-def test_streamed_text_holds_back_what_may_begin_a_stop_string(engine, written):
-    stop, start, _ = list(crossing_stops(*written))[3]
-    shown = [output.outputs[0].text for output in engine.stream("bado", replace(TEXT, stop=stop))]
-    assert shown[-1] == written[0][:start]
-    for earlier, later in pairwise(shown):
-        assert later.startswith(earlier)
-
-
-def test_text_held_back_is_shown_when_no_stop_string_comes(engine, written):
-    text, lengths = written
-    almost = text[lengths[4] - 2 : lengths[4]] + "\x00"
-    to_the_end = text[-2:] + "\x00"
-    outputs = list(engine.stream("bado", replace(TEXT, stop=[almost, to_the_end])))
-    shown = [output.outputs[0].text for output in outputs]
-    assert shown[4] == text[: lengths[4] - 2]
-    assert shown[5] == text[: lengths[5]]
-    assert shown[-1] == text
-    assert outputs[-1].outputs[0].finish_reason == "length"
-    for earlier, later in pairwise(shown):
-        assert later.startswith(earlier)
-
-
-def test_the_prompt_is_no_part_of_what_stops(engine, written):
-    output = engine.generate("bado", replace(TEXT, stop=["bado" + written[0][:1]]))[0]
-    assert output.outputs[0].text == written[0]
-
-
-def test_streamed_text_never_shows_half_a_character(engine):
-    params = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)  # bytes, mostly invalid
-    outputs = [output.outputs[0] for output in engine.stream("é", params)]
-    assert outputs[-1].text == engine.tokenizer.decode(outputs[-1].token_ids)
-    assert "\ufffd" in outputs[-1].text
-    for earlier, later in pairwise(outputs):
-        assert later.text.startswith(earlier.text)
 
 
 # Metrics
