@@ -214,7 +214,9 @@ def test_one_adapter_does_not_starve_another(llama, backend):
     """One slot and the queue A, B, base, A × many: B waits its turn and no longer, others go by."""
     many = MAX_OVERTAKEN + 40
     names = ["a", "b", None, *["a"] * many]
-    params = [greedy(6, ignore_eos=True)] + [greedy(3, ignore_eos=True)] * (len(names) - 1)
+    params = [
+        greedy(2 + row % 5, ignore_eos=True) for row in range(len(names))
+    ]  # never all at once
     options = {"max_loras": 1, "max_batch_size": 4, "graph_batch_sizes": [4]}
     with llama.engine(backend, **options) as engine:
         first, behind, base, *rest = add_all(engine, names, params)
@@ -226,5 +228,5 @@ def test_one_adapter_does_not_starve_another(llama, backend):
                     ends.append(output.request_id)
     assert len(ends) == len(names)
     assert ends.index(base) < 4, "the base model needs no slot"
-    assert ends.index(behind) <= MAX_OVERTAKEN + 4
+    assert 4 < ends.index(behind) <= MAX_OVERTAKEN + 4, "passed by some, and by no more than that"
     llama.check([outputs[key] for key in (first, behind, base, *rest[-8:])], backend)
