@@ -14,7 +14,7 @@ from engine.request import Sequence
 from memory.page_pool import DUMMY_PAGE, PagePool, page_key, root_key
 
 RESERVE_TOKENS = 256  # pages are taken this far ahead, so that few steps touch block tables
-MAX_OVERTAKEN = 64  # how often others may pass a sequence that waits for an adapter slot
+MAX_OVERTAKEN = 8  # how often others may pass a sequence that waits for an adapter slot
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,10 @@ class Scheduler:
                 drain()  # may end sequences, and so free pages and move rows
                 index, drained = 0, True
             else:
-                self._preempt(self.running[-1], plan)
+                self._preempt(self.running[-1])
+        if drained:  # some that were given pages above may have ended, or given way
+            held = {sequence.slot for sequence in self.running}
+            plan.page_writes = {at: p for at, p in plan.page_writes.items() if at[0] in held}
 
     def _reserve(self, sequence: Sequence, plan: StepPlan) -> bool:
         held, position = len(sequence.pages), sequence.next_position
@@ -163,9 +166,8 @@ class Scheduler:
             self.pages.free(sequence.pages[keep:])
             del sequence.pages[keep:]
 
-    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to the head of the queue; its KV is computed again later."""
-        plan.page_writes = {at: p for at, p in plan.page_writes.items() if at[0] != sequence.slot}
         self.running.remove(sequence)
         self._give_back(sequence)
         self.waiting.appendleft(sequence)

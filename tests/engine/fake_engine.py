@@ -192,7 +192,14 @@ class FakeEngine:
         assert all(count <= 1 for count in Counter(c.sequence for c in plan.prefill).values())
         assert all(chunk.count > 0 for chunk in plan.prefill)
         assert sum(chunk.count for chunk in plan.prefill) <= scheduler.prefill_chunk_tokens
+        by_slot = {sequence.slot: sequence for sequence in running}
+        for (slot, index), page in plan.page_writes.items():
+            pages = by_slot[slot].pages
+            assert page == (pages[index] if index < len(pages) else DUMMY_PAGE)
         for sequence in running:
+            keyed = zip(sequence.pages, sequence.page_keys, strict=False)
+            assert all(self.pages.key(page) == key for page, key in keyed)
+            assert len(sequence.page_keys) <= len(sequence.pages)
             assert sequence.launched <= sequence.request.params.max_tokens
             assert sequence.launched <= len(sequence.output_ids) + 2
         uses = Counter(s.request.adapter for s in running if s.request.adapter)

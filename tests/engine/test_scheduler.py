@@ -113,11 +113,39 @@ def test_reserved_pages_are_reclaimed_before_anyone_is_preempted():
 
 def test_decode_reclaims_what_others_reserved():
     engine = FakeEngine(num_pages=12, page_size=4, max_batch_size=2)
-    [first] = engine.add(4, 9).sequences
-    [second] = engine.add(4, 37).sequences
+    [first] = engine.add(4, 37, stop_after=15).sequences  # would need 10 pages, ends early
+    [second] = engine.add(4, 9).sequences
     engine.step()
     engine.step()
-    assert (len(first.pages), len(second.pages)) == (3, 2)  # the pool did not allow all ahead
+    assert (len(first.pages), len(second.pages)) == (10, 2)  # the pool did not allow all ahead
+    engine.run()
+    assert engine.scheduler.preemptions == 0
+
+
+def test_nothing_is_reserved_ahead_while_the_next_in_line_waits_for_pages():
+    engine = FakeEngine(num_pages=12, page_size=4)
+    [first] = engine.add(8, 33, stop_after=20).sequences
+    engine.step()
+    engine.step()
+    assert len(first.pages) == 10
+    [waits] = engine.add(36, 2).sequences
+    engine.step()  # takes back
+    while not first.finished:
+        assert len(engine.step().page_writes) <= 1
+        assert waits.slot is None
+        assert len(first.pages) in (0, engine.pages.pages_for(first.next_position))
+    engine.run()
+
+
+def test_an_end_that_is_still_unread_spares_a_preemption():
+    engine = FakeEngine(num_pages=4, page_size=4, max_batch_size=2)
+    first, second = engine.add(4, 9), engine.add(4, 9, stop_after=5)
+    for _ in range(5):
+        engine.step()
+    assert engine.pages.free_pages == 0
+    assert not second.finished  # its last token is drawn, and not read
+    assert engine.step().decode == first.sequences  # which needs a page now
+    assert second.finished
     engine.run()
     assert engine.scheduler.preemptions == 0
 
@@ -287,9 +315,9 @@ def test_ended_requests_leave_nothing(stage):
 
 
 def test_full_pages_are_keyed_by_adapter_version_and_tokens():
-    engine = FakeEngine(page_size=4, adapters={"a": False})
+    engine = FakeEngine(prefill_chunk_tokens=32, adapters={"a": False})
     base, tuned = engine.add(9, 20), engine.add(9, 20, "a")
-    for _ in range(6):
+    for _ in range(8):  # 16 tokens are known, and the newest has no KV
         engine.step()
     for request, version in ((base, 0), (tuned, tuned.adapter.version)):
         [sequence] = request.sequences
@@ -298,7 +326,7 @@ def test_full_pages_are_keyed_by_adapter_version_and_tokens():
         for _ in range(written // 4):
             key = page_key(key, [WORD] * 4)
             expected.append(key)
-        assert len(expected) == 3
+        assert (written, len(expected)) == (15, 3)
         assert [engine.pages.key(page) for page in sequence.pages[:3]] == expected
         assert engine.pages.key(sequence.pages[3]) is None
     engine.run()
