@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from engine.demo.model_file import MODEL_FILE
 
@@ -17,3 +19,14 @@ def smollm2_path() -> Path:
     if not path.is_file():
         pytest.skip(f"no {path}: run python -m engine.demo.model_file .models")
     return path
+
+
+def smollm2_reference(path: Path) -> torch.nn.Module:
+    """transformers' own model of the file, in float32."""
+    options = {}
+    if hasattr(transformers, "GgufConfig"):  # else weights are never kept packed
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, **options
+    )
+    return model.eval()

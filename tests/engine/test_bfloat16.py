@@ -15,7 +15,7 @@ from engine import Engine, SamplingParams
 from engine.demo.adapter_list import ADAPTERS
 from tests.oracle import Oracle
 from tests.random_adapters import ALL, save_adapter
-from tests.smollm2 import smollm2_path
+from tests.smollm2 import smollm2_path, smollm2_reference
 
 POSITIONS = 512
 
@@ -88,10 +88,7 @@ def test_random_model(tmp_path, lora_backend):
 @pytest.mark.gpu
 def test_smollm2_with_its_trained_adapters():
     path = smollm2_path()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    model = model.to(torch.bfloat16).float().cuda().eval()
+    model = smollm2_reference(path).to(torch.bfloat16).float().cuda()
     questions = [
         "How do plants grow?",
         "What is the capital of Japan?",
