@@ -134,9 +134,12 @@ def test_broken_checkpoints_name_the_file(paths, tmp_path, change, parts):
         assert part in str(caught.value), str(caught.value)
 
 
-def test_an_adapter_that_fails_at_the_start_names_itself(paths):
+def test_an_adapter_that_fails_at_the_start_closes_the_engine(paths, monkeypatch):
+    closed, close = [], Engine.close
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine) or close(engine))
     with pytest.raises(AdapterError, match="rank 9"):
         Engine(paths["model"], adapters={"a": paths["a"], "c": paths["rank 9"]}, **SIZES)
+    assert len(closed) == 1
 
 
 # Memory that cannot be had

@@ -125,6 +125,7 @@ GREEDY = [
     {"logit_bias": {400: 5.0, 401: -5.0}},
     {"repetition_penalty": 1.7, "logit_bias": FEW},
     {"repetition_penalty": 0.8},
+    {"repetition_penalty": 1.5, "logit_bias": dict.fromkeys(range(515), -20.0)},  # all negative
     {"presence_penalty": 3.0, "logit_bias": FEW},
     {"frequency_penalty": 1.1, "logit_bias": FEW},
     {"min_tokens": 5, "stop_token_ids": [40, 41], "logit_bias": FEW},

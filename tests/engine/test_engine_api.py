@@ -132,6 +132,7 @@ def test_generate_that_fails_leaves_nothing_running(engine, monkeypatch):
         patch.setattr(engine.runner, "launch", lambda plan: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(PROMPTS, greedy())
+    assert not engine.has_unfinished()
     assert run(engine) == []
 
 

@@ -6,6 +6,7 @@ import weakref
 import pytest
 
 from engine import (
+    AdapterError,
     AdapterInfo,
     CapacityError,
     CaptureError,
@@ -14,6 +15,7 @@ from engine import (
     SamplingParams,
     UnknownAdapterError,
 )
+from engine.adapter_files import read_adapter
 from engine.tokenizer import load_tokenizer
 from tests.api_engine import PROMPTS, SIZES, check_idle, greedy, ids, open_engine, run, save_all
 from tests.oracle import Oracle
@@ -96,6 +98,20 @@ def test_load_and_unload_while_a_request_runs(engine, paths):
     engine.unload_adapter("b")
     engine.load_adapter("b", paths["b"])
     assert [info.name for info in engine.adapters()] == ["a", "b"]
+
+
+def test_of_two_loads_of_one_name_one_wins(engine, paths, monkeypatch):
+    def read_while_another_loads(*args):
+        monkeypatch.setattr("engine.engine.read_adapter", read_adapter)
+        engine.load_adapter("c", paths["b"])
+        return read_adapter(*args)
+
+    monkeypatch.setattr("engine.engine.read_adapter", read_while_another_loads)
+    with pytest.raises(AdapterError, match="'c' is already loaded"):
+        engine.load_adapter("c", paths["a"])
+    assert [info.name for info in engine.adapters()] == ["a", "b", "c"]
+    assert engine.adapters()[2].path == str(paths["b"])
+    engine.unload_adapter("c")
 
 
 def test_unload_beside_completions_and_aborts(engine, oracle, paths):

@@ -177,6 +177,9 @@ def test_an_aborted_sequence_shows_all_that_it_has():
     assert shown == ["a", "a"]
     sequence.finish("abort")
     assert (sequence.output().text, sequence.finish_reason) == ("ab?", "abort")
+    sequence, _ = write(["a", "b"], held="?", stop="b?")
+    sequence.finish("abort")
+    assert (sequence.output().text, sequence.finish_reason) == ("a", "abort")
 
 
 def test_the_model_end_token_has_no_text():
