@@ -81,6 +81,7 @@ def lora_delta(
         tables=store.tables,
         adapter_enabled=adapter_enabled,
         arena=store.arena,
+        arena_address=store.arena_address,
         shrunk=ws.shrunk,
         max_rank=memory.config.max_lora_rank,
     )

@@ -28,6 +28,7 @@ class LoRADelta:
     tables: AdapterTables
     adapter_enabled: torch.Tensor
     arena: torch.Tensor
+    arena_address: int
     shrunk: torch.Tensor
     max_rank: int
 
@@ -63,6 +64,7 @@ class LoRADelta:
             lora_gather(
                 x,
                 self.arena,
+                self.arena_address,
                 a_ptrs,
                 b_ptrs,
                 ranks,

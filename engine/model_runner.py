@@ -131,7 +131,7 @@ class ModelRunner:
         memory = self.memory
         groups = {
             "tables": memory.tables.tensors(),
-            "adapters": memory.adapters.tables.tensors(),
+            "adapters": {"arena": memory.adapters.arena, **memory.adapters.tables.tensors()},
             "cache": memory.kv_cache.tensors(),
         }
         return {f"{g}.{name}": t for g, named in groups.items() for name, t in named.items()}

@@ -2,8 +2,7 @@
 
 A yardstick and fallback for the segmented kernels, free of segments: every op has shapes known on
 the host, so it can be captured in a CUDA graph. It moves T * max_rank * (K + N) weights whatever
-the true ranks are. A plain function, for CUDA: it reads the arena's address, which a CPU tape
-refuses.
+the true ranks are. A plain function, of ops that a graph recorder sees one by one.
 """
 
 import torch
@@ -13,6 +12,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 def _gather_matrices(
     arena: torch.Tensor,
+    arena_address: int,
     addresses: torch.Tensor,
     row_stride: torch.Tensor | int,
     num_rows: int,
@@ -20,7 +20,7 @@ def _gather_matrices(
     mask: torch.Tensor,
 ) -> torch.Tensor:
     """One float32 matrix per address, zero outside the mask; masked places are never read."""
-    offsets = (addresses - arena.data_ptr()) // arena.element_size()  # [T]
+    offsets = (addresses - arena_address) // arena.element_size()  # [T]
     i = torch.arange(num_rows, device=arena.device)[:, None]
     j = torch.arange(num_columns, device=arena.device)
     index = offsets[:, None, None] + i * row_stride + j  # [T, num_rows, num_columns]
@@ -31,6 +31,7 @@ def _gather_matrices(
 def lora_gather(
     x: torch.Tensor,
     arena: torch.Tensor,
+    arena_address: int,
     a_ptrs: torch.Tensor,
     b_ptrs: torch.Tensor,
     lora_ranks: torch.Tensor,
@@ -43,7 +44,8 @@ def lora_gather(
 ) -> None:
     """y[t, slice j] += scaling_j * (x[t] A_j^T) B_j^T with the weights of row t's adapter slot.
 
-    x [T, K] and y [T, sum(slice_sizes)], the latter written in place; arena, the tables
+    x [T, K] and y [T, sum(slice_sizes)], the latter written in place; arena, whose first element
+    lies at `arena_address` (handed in, as a capture refuses to read it), the tables
     [stack, max_loras] and the layout of A and B as in `kernels.sgemm`; row_adapter int32[T] and
     adapter_enabled int32[max_loras] as in `kernels.lora_metadata`. Rows without an enabled adapter
     keep their bits. Sums in float32, rounded once. Rows go in chunks that bound the temporaries.
@@ -63,10 +65,17 @@ def lora_gather(
             rank = torch.where(has_pair[rows], lora_ranks[stacked, slot], 0)  # [chunk]
             used = r < rank[:, None]  # [chunk, max_rank]
             a = _gather_matrices(
-                arena, a_ptrs[stacked, slot], x.shape[1], max_rank, x.shape[1], used[:, :, None]
+                arena,
+                arena_address,
+                a_ptrs[stacked, slot],
+                x.shape[1],
+                max_rank,
+                x.shape[1],
+                used[:, :, None],
             )  # [chunk, max_rank, K]
             b = _gather_matrices(
                 arena,
+                arena_address,
                 b_ptrs[stacked, slot],
                 rank[:, None, None],
                 target.shape[1],

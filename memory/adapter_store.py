@@ -40,6 +40,7 @@ class AdapterStore:
         self._dims = dims
         self._max_lora_rank = max_lora_rank
         self.arena = torch.empty(arena_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self.arena_address = self.arena_address
         self.tables = AdapterTables.allocate(dims.num_layers, max_loras, device)
         self.enabled = [0] * max_loras  # host copy of `adapter_enabled`, staged before a replay
         self._extents = ExtentAllocator(arena_bytes)
@@ -97,7 +98,7 @@ class AdapterStore:
             return
         if resident.copied is not None:
             torch.cuda.current_stream(self.arena.device).wait_event(resident.copied)
-        base_address = self.arena.data_ptr() + resident.offset
+        base_address = self.arena_address + resident.offset
         self.tables.write_slot(slot, resident.packed.entries(base_address))
         self.enabled[slot] = 1
         resident.in_tables = True
@@ -118,7 +119,7 @@ class AdapterStore:
         arena holds: kernels warm up as they will run. Restores the tables on leaving."""
         with self._tables_kept():
             rank = min(self._max_lora_rank, self._synthetic_rank())
-            address = self.arena.data_ptr()
+            address = self.arena_address
             entries = [
                 TableEntry(layer, target, rank, 0.0, address, address)
                 for layer in range(self._dims.num_layers)

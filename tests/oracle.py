@@ -33,7 +33,8 @@ def merge_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
             rank = a.shape[0]
             scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             weight = parameters[f"{module}.weight"]
-            weight.copy_((weight.double() + scaling * (b @ a.double())).float())
+            delta = (scaling * (b @ a.double())).to(weight.device)
+            weight.copy_((weight.double() + delta).float())
     return merged
 
 

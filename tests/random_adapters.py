@@ -54,7 +54,7 @@ def save_adapter(
         scale = config["lora_alpha"] / (math.sqrt(r) if config.get("use_rslora") else r)
         a = torch.randn(r, width, generator=generator) / math.sqrt(width)
         b = torch.randn(out, r, generator=generator)
-        b *= strength * 0.1 * weight.norm().item() / (scale * (b @ a).norm().item())
+        b *= strength * 0.1 * weight.detach().norm().item() / (scale * (b @ a).norm().item())
         tensors[f"base_model.model.{module}.lora_A.weight"] = a.to(dtype).contiguous()
         tensors[f"base_model.model.{module}.lora_B.weight"] = b.to(dtype).contiguous()
     path.mkdir(parents=True, exist_ok=True)
