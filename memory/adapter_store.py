@@ -40,7 +40,7 @@ class AdapterStore:
         self._dims = dims
         self._max_lora_rank = max_lora_rank
         self.arena = torch.empty(arena_bytes // dtype.itemsize, dtype=dtype, device=device)
-        self.arena_address = self.arena_address
+        self.arena_address = self.arena.data_ptr()
         self.tables = AdapterTables.allocate(dims.num_layers, max_loras, device)
         self.enabled = [0] * max_loras  # host copy of `adapter_enabled`, staged before a replay
         self._extents = ExtentAllocator(arena_bytes)
