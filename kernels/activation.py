@@ -27,7 +27,8 @@ def activate(gate, KIND: tl.constexpr):
         return 0.5 * gate * (1.0 + tl.erf(gate * _INVERSE_SQRT_2))
     else:  # gelu_tanh: (1 + tanh(u)) / 2 is sigmoid(2u), with u = sqrt(2/pi) · (g + 0.044715 g³)
         tl.static_assert(KIND == "gelu_tanh", "unknown kind of activation")
-        return gate * tl.sigmoid(_SQRT_8_OVER_PI * (gate + _GELU_CUBIC * gate * gate * gate))
+        cubed = gate * gate * gate * _GELU_CUBIC  # Triton 3.9 interprets tensor · constant only so
+        return gate * tl.sigmoid((gate + cubed) * _SQRT_8_OVER_PI)
 
 
 @triton.jit
