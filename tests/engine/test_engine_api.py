@@ -9,44 +9,11 @@ from engine import RequestError, SamplingParams, UnknownAdapterError
 from tests.api_engine import (
     MAX_SEQ_LEN,
     PROMPTS,
-    check_idle,
     greedy,
     ids,
-    open_engine,
     run,
-    save_all,
 )
-from tests.oracle import Oracle
-from tests.tiny_models import build_model
 from tests.tiny_tokenizer import BOS, EOS
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_model("llama")
-
-
-@pytest.fixture(scope="module")
-def paths(model, tmp_path_factory):
-    return save_all(model, tmp_path_factory.mktemp("api"))
-
-
-@pytest.fixture(scope="module")
-def shared(paths):
-    with open_engine(paths) as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared):
-    yield shared
-    check_idle(shared)
-
-
-@pytest.fixture(scope="module")
-def oracle(model, paths):
-    return Oracle(model, {name: paths[name] for name in "ab"})
-
 
 # generate
 
