@@ -52,8 +52,8 @@ class _StoredTensor:
     def refusal(self, found: str, accepted: str) -> AdapterError:
         return AdapterError(f"{self.file}: key {self.key!r} {found}; accepted: {accepted}")
 
-    def check(self, shape: tuple[int, int], why: str) -> torch.Tensor:
-        """The tensor itself, once its dtype, shape and values are in order."""
+    def check(self, shape: tuple[int, int], why: str, served: torch.dtype | None) -> torch.Tensor:
+        """The tensor itself, once its dtype, shape and values are in order, as `served` too."""
         if self.tensor.dtype not in DTYPES:
             accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise self.refusal(f"is {self.tensor.dtype}", accepted)
@@ -61,16 +61,28 @@ class _StoredTensor:
             raise self.refusal(f"has shape {list(self.tensor.shape)}", f"{list(shape)} ({why})")
         if not bool(torch.isfinite(self.tensor).all()):
             raise self.refusal("holds NaN or infinity", "finite values")
+        if served is not None and not _stays_finite(self.tensor, served):
+            name, largest = str(served).removeprefix("torch."), torch.finfo(served).max
+            raise self.refusal(f"overflows in {name}, as the engine runs", f"up to {largest:g}")
         return self.tensor
+
+
+def _stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether finite values are finite in `dtype` too; those that round to its largest are."""
+    narrows = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    return not narrows or bool(torch.isfinite(tensor.to(dtype)).all())
 
 
 _Factors = dict[str, _StoredTensor]  # by "A" and "B"
 
 
 def read_adapter(
-    path: str | os.PathLike[str], architecture: TargetShapes, max_lora_rank: int
+    path: str | os.PathLike[str],
+    architecture: TargetShapes,
+    max_lora_rank: int,
+    dtype: torch.dtype | None = None,
 ) -> AdapterWeights:
-    """Read an adapter for a base model.
+    """Read an adapter for a base model that runs in `dtype`, in which factors must stay finite.
 
     Factors keep their stored dtype, A is `[rank, in]` and B `[out, rank]`, contiguous, on the CPU,
     and independent of the files. Modules come by layer, then target. Raises AdapterError, which
@@ -81,7 +93,7 @@ def read_adapter(
         raise AdapterError(f"{folder} is not a directory; accepted: a PEFT adapter directory")
     config = AdapterConfig.read(folder / CONFIG_NAME)
     modules = tuple(
-        _module(key, factors, config, architecture, max_lora_rank)
+        _module(key, factors, config, architecture, max_lora_rank, dtype)
         for key, factors in _pair_factors(folder, list(_stored_tensors(folder)))
     )
     return AdapterWeights(path=str(folder), modules=modules)
@@ -93,6 +105,7 @@ def _module(
     config: AdapterConfig,
     architecture: TargetShapes,
     max_lora_rank: int,
+    dtype: torch.dtype | None,
 ) -> LoRAModule:
     """Check one module against the config and the base model."""
     some = next(iter(factors.values()))
@@ -122,8 +135,9 @@ def _module(
         raise some.refusal(f"has rank {rank}", f"at most max_lora_rank = {max_lora_rank}")
     out_features, in_features = architecture.target_shape(key.target)
     name = key.target.name.lower()
-    a = factors["A"].check((rank, in_features), f"rank in {CONFIG_NAME}, input of {name}")
-    b = factors["B"].check((out_features, rank), f"output of {name}, rank in {CONFIG_NAME}")
+    a_why, b_why = f"rank in {CONFIG_NAME}, input of {name}", f"output of {name}, rank there"
+    a = factors["A"].check((rank, in_features), a_why, dtype)
+    b = factors["B"].check((out_features, rank), b_why, dtype)
     return LoRAModule(key.layer, key.target, a, b, scaling)
 
 

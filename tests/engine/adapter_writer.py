@@ -66,9 +66,9 @@ def write(folder, tensors=None, **config):
     return folder
 
 
-def read(folder, max_lora_rank=64):
+def read(folder, max_lora_rank=64, dtype=None):
     """The adapter as the tiny model's engine would read it."""
-    return read_adapter(folder, TinyShapes(), max_lora_rank)
+    return read_adapter(folder, TinyShapes(), max_lora_rank, dtype)
 
 
 def renamed(change):

@@ -148,6 +148,36 @@ def test_bad_tensors_are_refused(tmp_path, tensors, message):
         read(write(tmp_path, tensors))
 
 
+@pytest.mark.parametrize(
+    ("stored", "value", "served"),
+    [
+        (torch.float64, 1e300, torch.float32),
+        (torch.float64, -1e300, torch.bfloat16),
+        (torch.float32, 7e4, torch.float16),
+        (torch.float32, 3.4e38, torch.bfloat16),
+        (torch.bfloat16, 1e6, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("factor", ["A", "B"])
+def test_factors_that_overflow_in_the_engine_s_dtype_are_refused(
+    tmp_path, stored, value, served, factor
+):
+    tensors = {key: tensor.to(stored) for key, tensor in lora_tensors().items()}
+    tensors[f"{Q0}.lora_{factor}.weight"][2, 1] = value
+    folder = write(tmp_path, tensors)
+    assert len(read(folder, dtype=stored).modules) == 2 * LAYERS
+    name = str(served).removeprefix("torch.")
+    message = rf"adapter_model\.safetensors: .*q_proj\.lora_{factor}.*overflows in {name}"
+    with pytest.raises(AdapterError, match=message):
+        read(folder, dtype=served)
+
+
+def test_factors_that_round_to_finite_values_are_served(tmp_path):
+    tensors = lora_tensors()
+    tensors[f"{Q0}.lora_A.weight"][0, 0] = 65510.0  # rounds to 65504, the largest float16
+    read(write(tmp_path, tensors), dtype=torch.float16)
+
+
 def test_float8_is_refused(tmp_path):
     key = f"{Q0}.lora_A.weight"
     tensors = with_tensor(key, lora_tensors()[key].to(torch.float8_e4m3fn))
