@@ -110,7 +110,7 @@ class Architecture:
 
     def embedding_scale_in(self, dtype: torch.dtype) -> float:
         """The embedding's factor as transformers applies it: rounded to the running dtype."""
-        return float(torch.tensor(self.embedding_scale).to(dtype))
+        return float(torch.tensor(self.embedding_scale, dtype=torch.float64).to(dtype))
 
     def target_shape(self, target: Target) -> tuple[int, int]:
         """(out, in) of the linear layer an adapter touches; KeyError if the model has none."""

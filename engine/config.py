@@ -12,6 +12,7 @@ import torch
 from engine.errors import RequestError
 from graphs.graph_capturer import Backend
 from graphs.ladder import Ladder
+from kernels.lora_metadata import MAX_ROWS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GRAPHS = ("auto", "cuda", "tape", "off")
@@ -86,7 +87,7 @@ class EngineConfig:
         self._whole("lora_memory_bytes", 1, 2**50, optional=True)
         self._whole("max_cpu_loras", 1, 10**6)
         self._whole("kv_cache_tokens", 1, 2**40, optional=True)
-        self._whole("prefill_chunk_tokens", 1, 2**17)
+        self._whole("prefill_chunk_tokens", 1, MAX_ROWS)
         self._whole("tensor_parallel_size", 1, 1024)
         self._whole("seed", -(2**63), 2**64 - 1)
         fraction = self.memory_fraction

@@ -6,6 +6,7 @@ Builds the parts in order and checks what is asked; `engine.step_loop` does the 
 import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.compiler_check import check_compiler
 from engine.config import EngineConfig, check_adapters, check_path, compiler
 from engine.decoder import Decoder
+from engine.device_scope import DeviceScope
 from engine.errors import RequestError
 from engine.model_runner import ModelRunner
 from engine.outputs import AdapterInfo, EngineStats, RequestOutput
@@ -58,7 +60,6 @@ class Engine:
         named = check_adapters(adapters)
         if self.device.type == "cuda":
             check_compiler(compiler())
-            torch.cuda.set_device(self.device)
         self._trace = Trace(self.config.nvtx)
         checkpoint = (
             model if isinstance(model, Checkpoint) else open_checkpoint(check_path("model", model))
@@ -74,6 +75,19 @@ class Engine:
             self.max_seq_len,
             checkpoint.eos_token_ids,
         )
+        self._scope = DeviceScope(self.device)
+        with self._scope.entered(), torch.inference_mode(False):
+            self._build(checkpoint, settings)
+        self._next_id = 0
+        try:
+            for name, path in named.items():
+                self.load_adapter(name, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        """Allocate everything, load the weights and capture the graphs."""
         shapes = self.architecture.parameter_shapes().values()
         self.memory = MemoryManager(
             self.architecture,
@@ -104,13 +118,6 @@ class Engine:
         )
         self.memory.budget.record("graphs", self.runner.stats.capture_bytes)
         self._loop = StepLoop(self._scheduler, self.runner, self._registry, self.config.seed)
-        self._next_id = 0
-        try:
-            for name, path in named.items():
-                self.load_adapter(name, path)
-        except BaseException:
-            self.close()
-            raise
 
     # Requests
 
@@ -154,12 +161,13 @@ class Engine:
         params = one_each("sampling_params", sampling_params, SamplingParams, len(prompt_list))
         names = one_each("adapters", adapters, str, len(prompt_list))
         each = enumerate(zip(prompt_list, params, names, strict=True))
-        with self._lock:
-            requests = [self._check(*given, label=f"prompts[{index}]") for index, given in each]
-            for request in requests:
-                self._admit(request)
-        pending = requests[::-1]
+        pending: list[Request] = []
         try:
+            with self._lock:
+                requests = [self._check(*given, label=f"prompts[{index}]") for index, given in each]
+                pending += requests[::-1]
+                for request in requests:
+                    self._admit(request)
             with tqdm(total=len(requests), disable=not progress, unit="request") as bar:
                 while pending:
                     if pending[-1].finished:
@@ -188,8 +196,9 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request where it stands; True if it was waiting or running."""
-        with self._lock:
-            if self._closed or request_id not in self._loop.requests:
+        with self._on_device():
+            known = isinstance(request_id, str) and not self._closed
+            if not known or request_id not in self._loop.requests:
                 return False
             self._loop.end(self._loop.requests[request_id])
             return True
@@ -208,21 +217,23 @@ class Engine:
 
         Its files are read once, here. Raises AdapterError or CapacityError; nothing stays then.
         """
+        if not isinstance(pinned, bool):
+            raise RequestError(f"pinned={pinned!r} is not True or False")
         with self._lock:
             self._check_open()
             self._registry.check_room(name)
         with self._trace.range("adapter load"):
             weights = read_adapter(
-                check_path("path", path), self.architecture, self.config.max_lora_rank
+                check_path("path", path), self.architecture, self.config.max_lora_rank, self.dtype
             )
             packed = pack_adapter(weights, self.dtype, pinned=self.device.type == "cuda")
-            with self._lock:
+            with self._on_device():
                 self._check_open()
                 return self._registry.register(name, packed, pinned).info()
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests of `name`; those that run finish on it, then its slot is free."""
-        with self._lock:
+        with self._on_device():
             self._check_open()
             self._registry.unload(name)
 
@@ -260,12 +271,11 @@ class Engine:
 
     def close(self) -> None:
         """Free everything. Requests that are unfinished are lost."""
-        with self._lock:
+        with self._on_device():
             if self._closed:
                 return
             self._closed = True
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self._scope.wait()
             self.runner.close()
             del self._loop, self.runner, self._scheduler, self._registry, self.memory
             if self.device.type == "cuda":
@@ -284,9 +294,15 @@ class Engine:
 
     # Steps
 
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """The lock, and this engine's device and stream, whatever thread this is."""
+        with self._lock, self._scope.entered():
+            yield
+
     @torch.inference_mode()
     def _advance(self) -> None:
-        with self._lock:
+        with self._on_device():
             self._check_open()
             self._loop.step()
 
@@ -306,7 +322,7 @@ class Engine:
             self._abandon(request)
 
     def _abandon(self, request: Request) -> None:
-        with self._lock:
+        with self._on_device():
             if not self._closed:
                 self._loop.abandon(request)
 

@@ -123,6 +123,11 @@ class ModelRunner:
                 poison=scratch_tensors if debug else None,
             )
             captured = capturer.capture(ladder.sizes)
+            with state.synthetic(), torch.inference_mode():
+                for rows in _sizes_above(ladder.sizes[-1], memory.config.max_batch_size):
+                    buffers = memory.step_buffers(rows)
+                    state.stage(buffers)
+                    self._step(buffers)
         self.graphs = GraphRunner(
             captured, self._step, memory.step_buffers, capturer.stats, debug=debug
         )
@@ -149,3 +154,9 @@ def scratch_tensors(buffers: StepBuffers) -> list[torch.Tensor]:
         *buffers.workspace.tensors().values(),
         *buffers.outputs.tensors().values(),
     ]
+
+
+def _sizes_above(largest: int, max_batch_size: int) -> list[int]:
+    """Batches that will run eagerly, one for each power of two: kernels differ by those."""
+    sizes = {largest + 1, max_batch_size, *(2**n for n in range(11))}
+    return sorted(size for size in sizes if largest < size <= max_batch_size)

@@ -136,14 +136,15 @@ class Sequence:
     def append(self, token_id: int, logprob: float, top: dict[int, float] | None) -> None:
         """Take in a drawn token and decide whether the sequence ends with it."""
         params = self.request.params
-        self.output_ids.append(token_id)
+        stopped = token_id in self.request.stop_ids
+        shown = not stopped or token_id in self._shown_stops()
+        piece = self._detokenizer.append(token_id) if self._detokenizer and shown else ""
+        self.output_ids.append(token_id)  # from here on nothing can fail
         self.cumulative_logprob += logprob
         if params.logprobs is not None:
             self.logprobs.append({**(top or {}), token_id: logprob})
-        stopped = token_id in self.request.stop_ids
         searched = len(self.text)
-        if self._detokenizer is not None and not (stopped and token_id not in self._shown_stops()):
-            self.text += self._detokenizer.append(token_id)
+        self.text += piece
         enough = len(self.output_ids) >= params.min_tokens
         if stopped and enough:
             self.finish("stop")

@@ -27,9 +27,9 @@ class RequestIntake:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_seq_len = max_seq_len
-        self._eos_ids = frozenset(eos_token_ids)
-        if tokenizer is not None:
-            self._eos_ids |= frozenset(tokenizer.eos_token_ids)
+        eos_ids = {*eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
+        # a tokenizer may end with a token that the model was never given a row for
+        self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
 
     def request(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, label: str = "prompt"

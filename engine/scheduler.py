@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.adapter_registry import Adapter, AdapterRegistry
-from engine.errors import CapacityError
+from engine.errors import CapacityError, EngineError
 from engine.request import Sequence
 from memory.page_pool import DUMMY_PAGE, PagePool, page_key, root_key
 
@@ -36,7 +36,7 @@ class StepPlan:
     `refused` sequences can never run."""
 
     admitted: list[Sequence] = field(default_factory=list)
-    refused: list[tuple[Sequence, CapacityError]] = field(default_factory=list)
+    refused: list[tuple[Sequence, EngineError]] = field(default_factory=list)
     page_writes: dict[tuple[int, int], int] = field(default_factory=dict)
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
@@ -77,13 +77,13 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def plan(self, drain: Callable[[], None]) -> StepPlan:
+    def plan(self, drain: Callable[[], None], admit_at_most: int | None = None) -> StepPlan:
         """The next step. `drain` reads what the device still owes: called before a preemption,
-        which must know every token, and only then."""
+        which must know every token, and only then. At most `admit_at_most` sequences start."""
         plan = StepPlan()
         self._reserve_for_decode(plan, drain)
         plan.decode = [s for s in self.running if s.prefilled and not s.all_launched]
-        self._admit(plan)
+        self._admit(plan, admit_at_most)
         self._chunk_prefill(plan)
         for sequence in plan.decode:
             sequence.launched += 1
@@ -182,19 +182,25 @@ class Scheduler:
         if sequence.request.adapter:
             self.adapters.release(sequence.request.adapter)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan, at_most: int | None) -> None:
         self._pages_wanted = False
         blocked: list[Sequence] = []  # those that wait for an adapter slot, and may be passed
         absent: set[Adapter] = set()  # theirs: what found no room finds none later in this step
         held = False  # one of them was passed too often: only the base model passes now
         for sequence in list(self.waiting):
-            if not self._free_slots:
+            if not self._free_slots or len(plan.admitted) == at_most:
                 break
             adapter = sequence.request.adapter
             if adapter:
                 if held:
                     continue
-                if adapter in absent or not self.adapters.acquire(adapter):
+                try:
+                    acquired = adapter not in absent and self.adapters.acquire(adapter)
+                except Exception as error:  # whatever it is, it ends this adapter's request alone
+                    broken = EngineError(f"adapter {adapter.name!r} cannot be placed: {error!r}")
+                    plan.refused.append((sequence, broken))
+                    continue
+                if not acquired:
                     if adapter not in absent and not self.adapters.may_yet_fit(adapter):
                         message = f"adapter {adapter.name!r} finds no room beside the pinned ones"
                         plan.refused.append((sequence, CapacityError(message)))

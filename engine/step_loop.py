@@ -6,13 +6,15 @@ step before it drew. Knows no prompts' text and takes no lock: one caller at a t
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from engine.adapter_registry import AdapterRegistry
 from engine.errors import EngineError
 from engine.model_runner import InFlight, ModelRunner
 from engine.request import Request, Sequence, derived_seed
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, StepPlan
 from engine.tokenizer import IncrementalDetokenizer
+from memory.readback import StepResults
 
 
 class StepLoop:
@@ -29,6 +31,7 @@ class StepLoop:
         self._abandoned: list[Request] = []
         self._stepping = False
         self._ordinal = 0
+        self._isolating = False  # whether sequences start one by one, after a step failed
 
     @property
     def busy(self) -> bool:
@@ -70,7 +73,10 @@ class StepLoop:
         request.error = error
         for sequence in request.sequences:
             if not sequence.finished:
-                sequence.finish("abort")
+                if error is None:
+                    sequence.finish("abort")
+                else:
+                    sequence.finish_reason = "abort"  # its text may be what broke
                 self._scheduler.release(sequence)
         self._forget_if_finished(request)
         self._note(request)
@@ -85,48 +91,70 @@ class StepLoop:
             self._end_abandoned()
 
     def _step(self) -> None:
-        plan = self._scheduler.plan(self._collect)
-        for sequence, refusal in plan.refused:
-            self.end(sequence.request, refusal)
-        owed = len(self._in_flight)
+        plan = None
         try:
+            plan = self._scheduler.plan(self._collect, admit_at_most=1 if self._isolating else None)
+            for sequence, refusal in plan.refused:
+                self.end(sequence.request, refusal)
+            owed = len(self._in_flight)
             self._in_flight += self._runner.launch(plan)
-        except BaseException:
-            self._requeue()
-            raise
-        self._collect(owed)
-        if self._scheduler.idle:
-            self._collect()  # rows of ended sequences: nobody waits for them
+            self._isolating = self._isolating and bool(plan.admitted)
+            self._collect(owed)
+            if self._scheduler.idle:
+                self._collect()  # rows of ended sequences: nobody waits for them
+        except BaseException as error:
+            self._recover(plan, error)
+            if plan is None or isinstance(error, EngineError) or not isinstance(error, Exception):
+                raise
 
     def _collect(self, count: int | None = None) -> None:
         """Read the oldest `count` launches in flight, or all."""
-        count = len(self._in_flight) if count is None else count
-        flights, self._in_flight = self._in_flight[:count], self._in_flight[count:]
-        for flight in flights:
+        for _ in range(len(self._in_flight) if count is None else count):
+            flight = self._in_flight[0]
             results = flight.readback.wait()
+            del self._in_flight[0]
             now = time.perf_counter()
             for row, sequence in enumerate(flight.sequences):
-                if sequence.finished:
-                    continue  # ended while this step was already under way
-                request = sequence.request
-                top = None
-                if request.params.logprobs:
-                    top = results.top(row, request.params.logprobs)
-                sequence.append(results.token_ids[row], results.logprobs[row], top)
-                self._scheduler.key_pages(sequence)
-                request.metrics.first_token_time = request.metrics.first_token_time or now
-                self._note(request)
-                if sequence.finished:
-                    self._scheduler.release(sequence)
-                    self._forget_if_finished(request)
+                if not sequence.finished:  # else it ended while this step was already under way
+                    self._take(sequence, results, row, now)
 
-    def _requeue(self) -> None:
-        """A launch failed: what runs is computed again, from the tokens that are known."""
-        self._collect()
+    def _take(self, sequence: Sequence, results: StepResults, row: int, now: float) -> None:
+        """One drawn token. What its text breaks ends this request alone."""
+        request = sequence.request
+        count = request.params.logprobs
+        top = results.top(row, count) if count else None
+        try:
+            sequence.append(results.token_ids[row], results.logprobs[row], top)
+        except Exception as error:
+            self.end(request, _broken(request, error))
+            return
+        self._scheduler.key_pages(sequence)
+        request.metrics.first_token_time = request.metrics.first_token_time or now
+        self._note(request)
+        if sequence.finished:
+            self._scheduler.release(sequence)
+            self._forget_if_finished(request)
+
+    def _recover(self, plan: StepPlan | None, error: BaseException) -> None:
+        """A step broke off: what runs is computed again, from the tokens that are known.
+
+        What was under way is drawn again, from the same seeds and positions. From then on
+        sequences start one at a time, so that one with which a step fails again is found, and
+        ends alone.
+        """
+        for flight in self._in_flight:
+            with suppress(Exception):
+                flight.readback.wait()  # its buffer is free again
+        self._in_flight.clear()
+        if plan is not None and self._isolating and not isinstance(error, EngineError):
+            suspects = plan.admitted or [chunk.sequence for chunk in plan.prefill] or plan.decode
+            for sequence in suspects if isinstance(error, Exception) else ():
+                self.end(sequence.request, _broken(sequence.request, error))
         for sequence in reversed(self._scheduler.running.copy()):
             self._scheduler.release(sequence)
             sequence.launched = len(sequence.output_ids)
             self._scheduler.waiting.appendleft(sequence)
+        self._isolating = True
 
     def _end_abandoned(self) -> None:
         while self._abandoned:
@@ -143,3 +171,9 @@ class StepLoop:
     def _note(self, request: Request) -> None:
         if request.for_step:
             self._advanced[request] = None
+
+
+def _broken(request: Request, error: BaseException) -> EngineError:
+    broken = EngineError(f"request {request.request_id} broke: {error!r}")
+    broken.__cause__ = error
+    return broken

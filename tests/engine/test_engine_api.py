@@ -94,13 +94,17 @@ def test_generate_checks_all_before_it_admits_any(engine):
     assert engine.stats() == before
 
 
-def test_generate_that_fails_leaves_nothing_running(engine, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "launch", lambda plan: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.generate(PROMPTS, greedy())
-    assert not engine.has_unfinished()
-    assert run(engine) == []
+def test_generate_that_is_interrupted_leaves_nothing_running(engine, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for target, name in ((engine.runner, "launch"), (engine._loop, "admit")):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(PROMPTS, greedy())
+        assert not engine.has_unfinished()
+        assert run(engine) == []
 
 
 # stream
