@@ -10,8 +10,9 @@ import argparse
 import shutil
 import textwrap
 import time
+import unicodedata
 
-from engine import Engine, RequestOutput, SamplingParams
+from engine import Engine, EngineError, RequestOutput, SamplingParams
 from engine.demo.adapter_list import ADAPTERS
 
 QUESTIONS = (
@@ -28,8 +29,16 @@ NARROW = 8  # width of the adapters' names
 
 def main() -> None:
     options = _parse()
+    try:
+        _run(options)
+    except EngineError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+
+
+def _run(options: argparse.Namespace) -> None:
     names = list(ADAPTERS)
     pairs = [(question, names[i % len(names)]) for i, question in enumerate(QUESTIONS)]
+    print(f"loading {options.model} and {len(names)} adapters", flush=True)
     start = time.perf_counter()
     with Engine(
         options.model,
@@ -56,7 +65,7 @@ def main() -> None:
 
 
 def _table(pairs: list[tuple[str, str]], outputs: list[RequestOutput]) -> str:
-    width = min(shutil.get_terminal_size((132, 24)).columns, 160)
+    width = min(max(shutil.get_terminal_size((132, 24)).columns, 60), 160)
     question_width = 18
     text_width = (width - question_width - NARROW - 3 * 2) // 2
     widths = (question_width, NARROW, text_width, text_width)
@@ -65,9 +74,14 @@ def _table(pairs: list[tuple[str, str]], outputs: list[RequestOutput]) -> str:
     for (question, name), adapted, base in zip(
         pairs, outputs[:count], outputs[count:], strict=True
     ):
-        texts = (output.outputs[0].text.strip() for output in (adapted, base))
+        texts = map(_text, (adapted, base))
         lines += [*_cells((question, name, *texts), widths), ""]
     return "\n".join(lines)
+
+
+def _text(output: RequestOutput) -> str:
+    completion = output.outputs[0]
+    return completion.text.strip() + (" …" if completion.finish_reason == "length" else "")
 
 
 def _cells(texts: tuple[str, ...], widths: tuple[int, ...]) -> list[str]:
@@ -78,11 +92,16 @@ def _cells(texts: tuple[str, ...], widths: tuple[int, ...]) -> list[str]:
         cells.append(lines or [""])
     height = max(map(len, cells))
     padded = [cell + [""] * (height - len(cell)) for cell in cells]
-    rows = zip(*padded, strict=True)
     return [
-        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        "  ".join(_padded(text, width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*padded, strict=True)
     ]
+
+
+def _padded(text: str, width: int) -> str:
+    """`text` filled up to `width` columns of a terminal, on which wide characters take two."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return text + " " * (width - len(text) - wide)
 
 
 def _summary(engine: Engine, outputs: list[RequestOutput], ready: float, seconds: float) -> str:
@@ -113,8 +132,8 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("model", help="SmolLM2-135M-Instruct: a .gguf file or a directory")
     parser.add_argument("--max-tokens", type=int, default=60)
-    parser.add_argument("--graphs", default="auto")
-    parser.add_argument("--device")
+    parser.add_argument("--graphs", default="auto", choices=("auto", "cuda", "tape", "off"))
+    parser.add_argument("--device", help="cuda, cuda:N or cpu; a GPU if there is one")
     return parser.parse_args()
 
 

