@@ -7,18 +7,20 @@ is hard to leave in order.
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture_rules import function_refusal, op_refusal
 from graphs.errors import CaptureError
+from graphs.unseen_writes import UnseenWrites
 
 Op = torch._ops.OpOverload
 RunOp = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
@@ -41,11 +43,13 @@ def _run(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class CaptureWatch:
     """Context manager; inside it every dispatcher operation goes through `run_op`.
 
-    Inside `run_op` nothing is watched: a custom op is one operation whatever it does.
+    Inside `run_op` nothing is watched: a custom op is one operation whatever it does. Leaving it
+    raises CaptureError if one of `buffers` was written by something that was not watched.
     """
 
-    def __init__(self, run_op: RunOp = _run) -> None:
+    def __init__(self, run_op: RunOp = _run, buffers: Mapping[str, Tensor] | None = None) -> None:
         self.run_op = run_op
+        self.writes = UnseenWrites(buffers or {})
         self.inside_op = False
         self._modes = ExitStack()
 
@@ -61,6 +65,8 @@ class CaptureWatch:
         trace: TracebackType | None,
     ) -> None:
         self._modes.__exit__(kind, error, trace)
+        if error is None:
+            self.writes.check()
 
 
 def refuse(name: str, reason: str) -> NoReturn:
@@ -79,7 +85,7 @@ class _FunctionWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        reason = None if self._watch.inside_op else function_refusal(func)
+        reason = None if self._watch.inside_op else function_refusal(func, args, kwargs or {})
         if reason is not None:
             refuse(str(resolve_name(func) or func), reason)
         return func(*args, **(kwargs or {}))
@@ -105,6 +111,7 @@ class _OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             refuse(str(func), reason)
         self._watch.inside_op = True
         try:
+            self._watch.writes.see(func, args, kwargs)
             return self._watch.run_op(func, args, kwargs)
         finally:
             self._watch.inside_op = False

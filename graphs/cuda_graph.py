@@ -1,10 +1,11 @@
 """The GPU backend `"cuda"`: one torch.cuda.CUDAGraph. Knows pool and stream, not the step."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from graphs.capture_watch import CaptureWatch, line_of_step
 from graphs.errors import CaptureError
@@ -28,7 +29,7 @@ class CudaStepGraph:
         self._stream = stream
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, fn: Callable[[], None]) -> None:
+    def capture(self, fn: Callable[[], None], buffers: Mapping[str, Tensor] | None = None) -> None:
         """Record `fn`. CaptureError names the line that CUDA, or the rules, refused.
 
         Afterwards the device and the stream are in working order, whatever happened. A pool in
@@ -40,7 +41,7 @@ class CudaStepGraph:
         free_before, _ = torch.cuda.mem_get_info(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            failure = self._record(graph, fn)
+            failure = self._record(graph, fn, buffers)
         if failure is not None:
             graph.reset()
             if isinstance(failure, RuntimeError) and not isinstance(failure, CaptureError):
@@ -62,7 +63,12 @@ class CudaStepGraph:
             self._graph.reset()
         self._graph, self.bytes = None, 0
 
-    def _record(self, graph: torch.cuda.CUDAGraph, fn: Callable[[], None]) -> BaseException | None:
+    def _record(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        fn: Callable[[], None],
+        buffers: Mapping[str, Tensor] | None,
+    ) -> BaseException | None:
         """Capture on the current stream and end the capture on every path."""
         # "thread_local": what other threads do (a collective's watchdog, say) is not our error.
         failure: BaseException | None = None
@@ -72,7 +78,7 @@ class CudaStepGraph:
             self._leave_pool()
             return error
         try:
-            with CaptureWatch():
+            with CaptureWatch(buffers=buffers):
                 fn()
         except BaseException as error:
             failure = error

@@ -1,6 +1,8 @@
 """The backend `"off"`: replay calls the step. Records nothing and refuses nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
 
 from graphs.errors import CaptureError
 
@@ -13,7 +15,7 @@ class EagerStepGraph:
     def __init__(self) -> None:
         self._fn: Callable[[], None] | None = None
 
-    def capture(self, fn: Callable[[], None]) -> None:
+    def capture(self, fn: Callable[[], None], buffers: Mapping[str, Tensor] | None = None) -> None:
         assert self._fn is None, "a graph is captured once"
         self._fn = fn
 

@@ -117,7 +117,7 @@ class GraphCapturer(Generic[B]):
         graph = self._new_graph(buffers)
         with self._masks.zeroed():
             self._stage(buffers)
-            graph.capture(lambda: self._step(buffers))
+            graph.capture(lambda: self._step(buffers), self._named_tensors(buffers))
         try:
             guard.check()  # a step that rebinds its own buffers shows here
             guard.check_generation()

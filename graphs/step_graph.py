@@ -1,7 +1,9 @@
 """The protocol that every backend of capture and replay keeps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
+
+from torch import Tensor
 
 
 class StepGraph(Protocol):
@@ -12,8 +14,9 @@ class StepGraph(Protocol):
         """Memory that the capture took, beside the buffers it was given."""
         ...
 
-    def capture(self, fn: Callable[[], None]) -> None:
-        """Record `fn`, once. CaptureError names an operation that a graph cannot hold.
+    def capture(self, fn: Callable[[], None], buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Record `fn`, once. CaptureError names an operation that a graph cannot hold, or the one
+        of `buffers` that was written unseen, by another thread say.
 
         The tape runs `fn` while it records, a CUDA graph only records it: callers stage a dummy
         batch whose effects do not matter. After a failure the graph holds nothing.

@@ -5,12 +5,13 @@ Python, and refuses what a CUDA graph could not hold. Unlike one it runs the ste
 records. It does not know what the buffers mean.
 """
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from graphs.capture_watch import CaptureWatch
+from graphs.capture_watch import CaptureWatch, line_of_step
 from graphs.errors import CaptureError
 from graphs.tape_recorder import Call, TapeRecorder
 
@@ -29,12 +30,21 @@ class TapeStepGraph:
         self._poisoned: list[Tensor] = []
         self._calls: list[Call] | None = None
 
-    def capture(self, fn: Callable[[], None]) -> None:
-        """Run `fn` once and record it. CaptureError names what a graph cannot hold."""
+    def capture(self, fn: Callable[[], None], buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Run `fn` once and record it. CaptureError names what a graph cannot hold, or the line at
+        which torch itself raised.
+        """
         assert self._calls is None, "a graph is captured once"
         recorder = TapeRecorder()
-        with torch.inference_mode(), CaptureWatch(recorder.run):
-            fn()
+        try:
+            with torch.inference_mode(), CaptureWatch(recorder.run, buffers):
+                fn()
+            recorder.check_unmoved()
+        except CaptureError:
+            raise
+        except RuntimeError as error:
+            line = line_of_step(traceback.extract_tb(error.__traceback__))
+            raise CaptureError(f"capture failed at {line}: {error}") from error
         self.bytes = sum(tensor.nbytes for tensor in recorder.made)
         self._poisoned = [] if self._scratch is None else recorder.made + list(self._scratch)
         self._calls = recorder.calls

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphs.capture_watch import Op, refuse
+from graphs.errors import CaptureError
 
 Call = Callable[[], object]
 
@@ -54,6 +55,17 @@ class TapeRecorder:
         elif not outputs and _acts(op):
             self.calls.append(call)
         return result
+
+    def check_unmoved(self) -> None:
+        """CaptureError if a tensor that was used lies elsewhere since: `swap_tensors` shows in no
+        operation, and calls recorded after it would use the wrong memory.
+        """
+        for tensor, alias in self._pinned.values():
+            if tensor.data_ptr() != alias.data_ptr():
+                raise CaptureError(
+                    f"the step moved a tensor of shape {tuple(tensor.shape)} to other memory "
+                    f"(torch.utils.swap_tensors?), which a graph would not follow"
+                )
 
     def _pin(self, tensor: Tensor) -> Tensor:
         """An alias that stays on this memory even if the step's owner rebinds its tensor."""

@@ -5,12 +5,22 @@ Raise at capture here (in plain CUDA-graph use: an unnamed CUDA error, or silenc
   host value        a value read on the host: item, bool, index, f-string
   host branch       a branch on what a tensor holds
   host read         tolist, numpy, cpu, print                     (numpy of CPU tensors: silent)
+  other device      to("cpu") in any spelling, to another kind
+  host wait         isin, histc, decompositions, packed and nested sequences
+  not strided       sparse tensors, and mkldnn's
+  unseen branch     torch.cond and its kin
+  autograd          a step that leaves inference mode for it
   dynamic shape     nonzero, unique, masked select, boolean index, repeats from a tensor
   host data         torch.tensor, from_numpy, a list as index     (silent once on the device)
   random draws      any generator                                 (silent: draws depend on history)
   moved memory      set_, resize_, `.data =`, in-place transpose  (silent: happens at capture only)
   raw address       data_ptr handed to unseen code                (silent)
   own rebinding     the step rebinds its own buffer               (silent)
+  swapped tensors   torch.utils.swap_tensors                      (silent)
+  other thread      a thread writes to a static buffer            (silent: happens at capture only)
+
+Neither raised nor tested: what `torch.utils.dlpack.to_dlpack` hands an address to, and what
+another thread writes to anything but a static buffer.
 
 Silent in plain CUDA-graph use, raised at replay by the guard:
 
@@ -28,6 +38,8 @@ Silent, and stay so; these tests pin down what happens:
   input in place    each replay changes its input again
   stale scratch     memory the step reads before writing (the tape's poison shows it)
 """
+
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -102,6 +114,71 @@ def test_host_read(backend, x, read, names):
 
 
 @pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.to("cpu"),
+        lambda x: x.to(torch.device("cpu"), torch.float64),
+        lambda x: x.to(device="cpu"),
+        lambda x: x.to("meta"),
+    ],
+)
+def test_other_device(backend, x, move):
+    _refuses(backend, lambda: move(x), r"Tensor\.to|aten\._to_copy")
+
+
+def test_a_dtype_or_its_own_device_is_no_other_device(backend, x):
+    half = x.half()
+    graph = record(backend, lambda: half.copy_(x.to(torch.float16).to(half)))
+    x.fill_(7)
+    graph.replay()
+    assert half[0].item() == 7
+
+
+@pytest.mark.parametrize(
+    ("wait", "names"),
+    [
+        (lambda x, m: torch.isin(x, x), "isin"),
+        (lambda x, m: torch.histc(x), "histc"),
+        (lambda x, m: torch.linalg.matrix_rank(m), "_linalg_svd.*matrix_rank"),
+        (lambda x, m: torch.linalg.pinv(m), "linalg_pinv"),
+        (lambda x, m: torch.linalg.eigvals(m), "linalg_eig"),
+        (lambda x, m: torch.linalg.eigvalsh(m), "_linalg_eigh"),
+        (lambda x, m: torch.nested.as_nested_tensor([x, x]), "_nested_tensor_from_tensor_list"),
+    ],
+)
+def test_host_wait(backend, x, wait, names):
+    square = torch.eye(3, device=x.device)
+    _refuses(backend, lambda: wait(x, square), names)
+
+
+def test_host_wait_for_packed_lengths(backend, x):
+    rows, lengths = x.view(2, 3, 1), torch.tensor([3, 2])
+    pack = torch.nn.utils.rnn.pack_padded_sequence
+    _refuses(backend, lambda: pack(rows, lengths, batch_first=True), "_pack_padded_sequence")
+
+
+def test_not_strided(backend, x):
+    index = x.long()[None]
+    _refuses(backend, lambda: x.to_sparse(), "_to_sparse")
+    _refuses(backend, lambda: torch.sparse_coo_tensor(index, x, (6,)), "_sparse_coo_tensor")
+
+
+def test_unseen_branch(backend, x):
+    above = x.sum() > 0
+    _refuses(backend, lambda: torch.cond(above, torch.sin, torch.cos, (x,)), "cond")
+
+
+def test_autograd(backend, x):
+    def step():
+        y = x * 2
+        with torch.inference_mode(False):
+            y.add_(1)
+
+    with torch.inference_mode():  # as the capturer captures
+        _refuses(backend, step, r"y\.add_\(1\).*outside InferenceMode")
+
+
+@pytest.mark.parametrize(
     ("shape", "names"),
     [
         (lambda x: x.nonzero(), "nonzero"),
@@ -165,13 +242,50 @@ def test_raw_address(backend, x):
     _refuses(backend, lambda: x.untyped_storage(), "Tensor.untyped_storage")
 
 
+def _buffers_on(device):
+    return lambda size: ToyBuffers.of(size, device)
+
+
 def test_own_rebinding(backend, device):
     def step(buffers):
         buffers.state = buffers.state + 1
 
-    masks = CountingMasks([])
-    capturer = GraphCapturer(backend, step, lambda size: ToyBuffers.of(size, device), masks)
+    capturer = GraphCapturer(backend, step, _buffers_on(device), CountingMasks([]))
     with pytest.raises(CaptureError, match="state: address was"):
+        capturer.capture([2])
+
+
+def test_swapped_tensors(backend, device):
+    def step(buffers):
+        torch.utils.swap_tensors(buffers.state, buffers.out)
+
+    capturer = GraphCapturer(backend, step, _buffers_on(device), CountingMasks([]))
+    with pytest.raises(CaptureError, match="state: address was"):
+        capturer.capture([2])
+
+
+def test_swapped_tensors_of_no_buffer():
+    x, y = torch.zeros(2), torch.ones(2)
+
+    def step():
+        torch.add(x, y, out=x)
+        torch.utils.swap_tensors(x, y)
+
+    with pytest.raises(CaptureError, match=r"shape \(2,\).*swap_tensors"):
+        TapeStepGraph().capture(step)
+
+
+def test_other_thread(backend, device):
+    def step(buffers):
+        buffers.state.add_(1)
+        buffers.out[0].mul_(2)  # a view's writes count as seen
+        thread = Thread(target=lambda: buffers.state.add_(1))
+        thread.start()
+        thread.join()
+
+    buffers = ToyBuffers.of(2, device)  # outside inference mode: torch counts their writes
+    capturer = GraphCapturer(backend, step, lambda _: buffers, CountingMasks([]))
+    with pytest.raises(CaptureError, match=r"another thread.*: state$"):
         capturer.capture([2])
 
 
