@@ -8,13 +8,17 @@ tensors. Meanings, defaults and the matching of patterns are those of PEFT 0.21.
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import AdapterError
+from engine.json_file import read_json
+from engine.shown import shown
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+MAX_RANK = 2**31 - 1
 
 READ = frozenset(
     {
@@ -129,9 +133,14 @@ class AdapterConfig:
 def _first_match(pattern: Mapping[str, Number], path: str, default: Number) -> Number:
     """The value of the first key that is a regular expression for the path or its last parts."""
     for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", path):
+        if re.match(_ending_with(key), path):
             return value
     return default
+
+
+def _ending_with(pattern: str) -> str:
+    """The expression for a pattern or, from a dot on, for the last parts of a path."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def _names(modules: str | tuple[str, ...], path: str) -> bool:
@@ -147,7 +156,7 @@ class _ConfigReader:
     def __init__(self, file: Path):
         self.file = file
         try:
-            content = json.loads(file.read_bytes())
+            content = read_json(file)
         except FileNotFoundError:
             raise AdapterError(f"{file} does not exist; a PEFT adapter has one") from None
         except (OSError, ValueError) as error:
@@ -171,7 +180,7 @@ class _ConfigReader:
         )
 
     def _refuse(self, key: str, value: Any, accepted: str) -> AdapterError:
-        found = json.dumps(value, ensure_ascii=False)
+        found = json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
         return AdapterError(f"{self.file}: {key} is {found}; accepted: {accepted}")
 
     def _check_keys(self) -> None:
@@ -194,14 +203,14 @@ class _ConfigReader:
             raise self._refuse("init_lora_weights", init, f"{accepted} ({reason})")
 
     def _rank(self, key: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._refuse(key, value, "an integer above 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_RANK:
+            raise self._refuse(key, value, f"an integer from 1 to {MAX_RANK}")
         return value
 
     def _alpha(self, key: str, value: Any) -> float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not abs(value) <= sys.float_info.max:  # NaN compares false
-            raise self._refuse(key, value, "a finite number")
+        if not number or not abs(value) <= FLOAT32_MAX:  # NaN compares false
+            raise self._refuse(key, value, "a finite number of float32")
         return float(value)
 
     def _pattern(self, key: str, check: Callable[[str, Any], Number]) -> dict[str, Number]:
@@ -209,16 +218,17 @@ class _ConfigReader:
         if not isinstance(patterns, dict):
             raise self._refuse(key, patterns, "an object of module patterns")
         for pattern in patterns:
-            self._expression(key, pattern)
+            self._expression(key, pattern, _ending_with(pattern))
         return {
             pattern: check(f"{key}[{json.dumps(pattern)}]", value)
             for pattern, value in patterns.items()
         }
 
-    def _expression(self, key: str, pattern: str) -> None:
+    def _expression(self, key: str, pattern: str, whole: str) -> None:
+        """Refuse a pattern if `whole`, the expression made from it, is none."""
         try:
-            re.compile(f"({pattern})")
-        except re.error as error:
+            re.compile(whole)
+        except (re.error, OverflowError, RecursionError) as error:
             raise self._refuse(key, pattern, f"regular expressions ({error})") from error
 
     def _use_rslora(self) -> bool:
@@ -230,7 +240,7 @@ class _ConfigReader:
     def _modules(self, key: str) -> str | tuple[str, ...] | None:
         value = self.content.get(key)
         if isinstance(value, str):
-            self._expression(key, value)
+            self._expression(key, value, value)
             return value
         if value is None:
             return None

@@ -6,7 +6,6 @@ are ignored. Every tensor is bound to a module or the adapter is refused with th
 adapter is served exactly or not at all. Knows nothing of the device.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from safetensors.torch import load
 from engine.adapter_config import AdapterConfig
 from engine.adapter_keys import AdapterKey, module_path, parse_key
 from engine.errors import AdapterError
+from engine.json_file import read_json
+from engine.shown import shown
 from memory.adapter_weights import AdapterWeights, LoRAModule
 from memory.lora_targets import Target
 
@@ -89,6 +90,15 @@ def read_adapter(
     names the file and the key, for whatever cannot be served exactly.
     """
     folder = Path(path)
+    try:
+        return _read_folder(folder, architecture, max_lora_rank, dtype)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise AdapterError(f"{folder} cannot be read: {error.strerror or error}") from error
+
+
+def _read_folder(
+    folder: Path, architecture: TargetShapes, max_lora_rank: int, dtype: torch.dtype | None
+) -> AdapterWeights:
     if not folder.is_dir():
         raise AdapterError(f"{folder} is not a directory; accepted: a PEFT adapter directory")
     config = AdapterConfig.read(folder / CONFIG_NAME)
@@ -192,17 +202,17 @@ def _sharded_tensors(index: Path) -> Iterator[_StoredTensor]:
     """The tensors of all shards; the index and the shards must agree on every key."""
     shards: dict[str, set[str]] = {}
     try:
-        for key, name in json.loads(index.read_bytes())["weight_map"].items():
-            shards.setdefault(name, set()).add(key)
+        weight_map = dict(read_json(index)["weight_map"].items())
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise AdapterError(f"{index} is not an index of shards: {error!r}") from error
+    for key, name in weight_map.items():
+        beside = isinstance(name, str) and Path(name).name == name
+        if not beside or not name.endswith(".safetensors"):
+            raise AdapterError(
+                f"{index} names {shown(name)}; accepted: .safetensors files beside it"
+            )
+        shards.setdefault(name, set()).add(key)
     for name, listed in sorted(shards.items()):
-        if (
-            not isinstance(name, str)
-            or Path(name).name != name
-            or not name.endswith(".safetensors")
-        ):
-            raise AdapterError(f"{index} names {name!r}; accepted: .safetensors files beside it")
         shard = index.parent / name
         tensors = _load(shard)
         for key in sorted(listed ^ tensors.keys()):

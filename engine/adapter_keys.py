@@ -22,7 +22,7 @@ BLOCKS = {
 _TARGETS = {block: target for target, block in BLOCKS.items()}
 _KEY = re.compile(
     r"(?P<containers>(?:(?:base_model|model|language_model)\.)*)"
-    rf"layers\.(?P<layer>[0-9]+)\.(?P<block>{'|'.join(map(re.escape, _TARGETS))})"
+    rf"layers\.(?P<layer>[0-9]{{1,9}})\.(?P<block>{'|'.join(map(re.escape, _TARGETS))})"
     r"\.lora_(?P<factor>[AB])(?:\.(?P<adapter>[^.]+))?\.weight"
 )
 _ACCEPTED = (
@@ -36,6 +36,7 @@ _REASONS = (
     (r"experts?\.", "LoRA on experts is not served"),
     (r"\.(qkv_proj|gate_up_proj)\.", "fused projections are not served; split them by slice"),
     (r"\.bias$", "biases are not served"),
+    (r"layers\.[0-9]{10}", "no model has so many layers"),
     (r"^(?!.*lora_)", "whole weights are not served"),
 )
 

@@ -18,6 +18,8 @@ from memory.lora_targets import Target
 
 __all__ = ["Architecture", "RopeConfig"]
 
+MIN_HEAD_DIM = 16  # what the attention kernels' matrix products take at least
+MAX_LAYERS = 4096  # more would be a broken config, and long lists before any weight is looked at
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -62,7 +64,7 @@ class Architecture:
             config.refuse("auto_map", "no AutoModelForCausalLM: code from checkpoints is never run")
 
         hidden_size = config.integer("hidden_size")
-        num_layers = config.integer("num_hidden_layers")
+        num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
         num_q_heads = config.integer("num_attention_heads")
         num_kv_heads = config.optional_integer("num_key_value_heads", family.default_kv_heads)
         num_kv_heads = num_kv_heads or num_q_heads
@@ -76,8 +78,9 @@ class Architecture:
                     f"a divisor of hidden_size ({hidden_size}), as there is no head_dim",
                 )
             head_dim = hidden_size // num_q_heads
-        if head_dim % 2:
-            config.refuse("head_dim", f"an even number (found or derived: {head_dim})")
+        if head_dim % 2 or head_dim < MIN_HEAD_DIM:
+            accepted = f"an even number from {MIN_HEAD_DIM} (found or derived: {head_dim})"
+            config.refuse("head_dim", accepted)
         max_position = config.integer("max_position_embeddings")
         attention_bias = family.has_attention_bias and config.flag("attention_bias")
         result = cls(

@@ -4,7 +4,6 @@ Reads no weights itself; it checks, before anything is allocated, that all of th
 have the right shapes.
 """
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine.config_reader import ConfigReader
 from engine.errors import CheckpointError
 from engine.gguf_rope import recognise_rope
 from engine.gguf_source import GGUFSource
+from engine.json_file import read_json
 from engine.safetensors_source import SafetensorsSource
 from engine.tokenizer import TokenizerSource
 from engine.weight_source import WeightSource
@@ -51,19 +51,24 @@ def open_checkpoint(model: str | Path, dtype: torch.dtype | None = None) -> Chec
     `dtype` replaces the checkpoint's in `architecture.dtype`. CheckpointError for whatever cannot
     be served exactly; it names the file, the key, what was found and what is accepted.
     """
-    path = Path(model)
-    if path.is_dir():
-        checkpoint = _open_directory(path)
-    elif path.suffix == ".gguf":
-        checkpoint = _open_gguf(path)
-    elif path.exists():
-        raise CheckpointError(f"{path}: accepted: a directory, a .gguf file, or a hub id")
-    else:
-        checkpoint = _open_directory(_download(str(model)))
+    try:
+        checkpoint = _open(Path(model))
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise CheckpointError(f"{model}: cannot be read: {error.strerror or error}") from error
     if dtype is not None:
         architecture = replace(checkpoint.architecture, dtype=dtype)
         checkpoint = replace(checkpoint, architecture=architecture)
     return checkpoint
+
+
+def _open(path: Path) -> Checkpoint:
+    if path.is_dir():
+        return _open_directory(path)
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.exists():
+        raise CheckpointError(f"{path}: accepted: a directory, a .gguf file, or a hub id")
+    return _open_directory(_download(str(path)))
 
 
 def check_weights(architecture: Architecture, source: WeightSource, where: str) -> None:
@@ -168,7 +173,7 @@ def _download(hub_id: str) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.errors import RequestError
+from engine.shown import shown
 from graphs.graph_capturer import Backend
 from graphs.ladder import Ladder
 from kernels.lora_metadata import MAX_ROWS
@@ -92,9 +93,9 @@ class EngineConfig:
         self._whole("seed", -(2**63), 2**64 - 1)
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float):
-            raise RequestError(f"memory_fraction={fraction!r} is not a number")
+            raise RequestError(f"memory_fraction={shown(fraction)} is not a number")
         if not 0 < fraction <= 1:
-            raise RequestError(f"memory_fraction={fraction!r} is not above 0 and at most 1")
+            raise RequestError(f"memory_fraction={shown(fraction)} is not above 0 and at most 1")
         if self.tensor_parallel_size > 1:
             raise RequestError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported"
@@ -105,7 +106,7 @@ class EngineConfig:
             for size in self.graph_batch_sizes:
                 if not 1 <= size <= self.max_batch_size:
                     raise RequestError(
-                        f"graph_batch_sizes holds {size}; accepted: 1 to max_batch_size="
+                        f"graph_batch_sizes holds {shown(size)}; accepted: 1 to max_batch_size="
                         f"{self.max_batch_size}"
                     )
 
@@ -117,7 +118,7 @@ class EngineConfig:
         accepted = "accepted: 'cpu', 'cuda', 'cuda:N'"
         known = re.fullmatch(r"cpu|cuda(?::(\d+))?", name) if isinstance(name, str) else None
         if known is None:
-            raise RequestError(f"device={name!r} is no device; {accepted}")
+            raise RequestError(f"device={shown(name)} is no device; {accepted}")
         if name == "cpu":
             return torch.device("cpu")
         count = torch.cuda.device_count()
@@ -149,20 +150,20 @@ class EngineConfig:
         if not any(
             value is item or (value == item and type(value) is type(item)) for item in accepted
         ):
-            raise RequestError(f"{name}={value!r}; accepted: {', '.join(map(repr, accepted))}")
+            raise RequestError(f"{name}={shown(value)}; accepted: {', '.join(map(repr, accepted))}")
 
     def _whole(self, name: str, low: int, high: int, optional: bool = False) -> None:
         value = getattr(self, name)
         if optional and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise RequestError(f"{name}={value!r} is not a whole number from {low} to {high}")
+            raise RequestError(f"{name}={shown(value)} is not a whole number from {low} to {high}")
 
 
 def check_path(name: str, value: object) -> Path:
     """`value` as a path, or RequestError naming the argument."""
     if not isinstance(value, str | os.PathLike) or not str(value):
-        raise RequestError(f"{name}={value!r} is not a path")
+        raise RequestError(f"{name}={shown(value)} is not a path")
     return Path(value)
 
 
@@ -171,7 +172,7 @@ def check_adapters(adapters: Any) -> Mapping[str, Any]:
     if adapters is None:
         return {}
     if not isinstance(adapters, Mapping):
-        raise RequestError(f"adapters={adapters!r} is not a mapping of names to directories")
+        raise RequestError(f"adapters={shown(adapters)} is not a mapping of names to directories")
     return adapters
 
 
@@ -181,5 +182,5 @@ def _whole_numbers(value: Any) -> tuple[int, ...]:
     except TypeError:
         sizes = ()
     if not sizes or any(isinstance(s, bool) or not isinstance(s, int) for s in sizes):
-        raise RequestError(f"graph_batch_sizes={value!r} is not a list of whole numbers")
+        raise RequestError(f"graph_batch_sizes={shown(value)} is not a list of whole numbers")
     return sizes

@@ -4,12 +4,15 @@ Knows nothing about any model. Whatever is left unread at the end and says somet
 false or empty) is refused: a key that nobody understood may change the mathematics.
 """
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from engine.errors import CheckpointError
+from engine.shown import shown
 
 _REQUIRED: Any = object()
+_INT32_MAX = 2**31 - 1
 
 
 class ConfigReader:
@@ -29,18 +32,19 @@ class ConfigReader:
 
     def refuse(self, key: str, accepted: str) -> NoReturn:
         """Raise CheckpointError about the value of `key`."""
-        raise CheckpointError(
-            f"{self.where}: {key} is {self._values.get(key)!r}; accepted: {accepted}"
-        )
+        found = shown(self._values.get(key))
+        raise CheckpointError(f"{self.where}: {key} is {found}; accepted: {accepted}")
 
     def value(self, key: str, default: Any = None) -> Any:
         self._read.add(key)
         return self._values.get(key, default)
 
-    def integer(self, key: str, default: int = _REQUIRED, minimum: int = 1) -> int:
+    def integer(
+        self, key: str, default: int = _REQUIRED, minimum: int = 1, maximum: int = _INT32_MAX
+    ) -> int:
         value = self._require(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            self.refuse(key, f"an integer of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            self.refuse(key, f"an integer from {minimum} to {maximum}")
         return value
 
     def optional_integer(
@@ -54,7 +58,7 @@ class ConfigReader:
         """A finite number above zero."""
         value = self._require(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < float("inf"):
+        if not is_number or not 0 < value <= sys.float_info.max:
             self.refuse(key, "a number above 0")
         return float(value)
 
@@ -87,8 +91,8 @@ class ConfigReader:
             if key in self._read or key in ignored or value in (None, False, "", [], {}):
                 continue
             raise CheckpointError(
-                f"{self.where}: {key} is {value!r}, which this engine does not understand and so "
-                f"cannot apply; accepted: null, or no such key if it has no effect on the model"
+                f"{self.where}: {key} is {shown(value)}, which this engine does not understand and "
+                f"so cannot apply; accepted: null, or no such key if it has no effect on the model"
             )
 
     def _require(self, key: str, default: Any) -> Any:

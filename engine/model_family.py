@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.config_reader import ConfigReader
 from engine.errors import CheckpointError
+from engine.shown import shown
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,15 @@ def read_family(config: ConfigReader) -> tuple[str, ModelFamily]:
         names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
     name = names[0] if isinstance(names, list) and names else None
     accepted = ", ".join(FAMILIES)
+    if name is not None and not isinstance(name, str):
+        config.refuse("architectures", accepted)
     if name in MIXTURES:
         config.refuse("architectures", f"{accepted}; mixtures of experts are not served yet")
     if name not in FAMILIES:
         if names:
             config.refuse("architectures", accepted)
         raise CheckpointError(
-            f"{config.where}: architectures is missing and model_type is {model_type!r}; "
+            f"{config.where}: architectures is missing and model_type is {shown(model_type)}; "
             f"accepted architectures: {accepted}"
         )
     family = FAMILIES[name]
@@ -128,7 +131,10 @@ def read_activation(config: ConfigReader, family: ModelFamily) -> str:
         # older transformers and is ignored by newer ones, so the two have to agree.
         name = "gelu_pytorch_tanh" if name == "gelu" else name
         override = config.value("hidden_activation")
-        if override is not None and ACTIVATIONS.get(override) != ACTIVATIONS.get(name):
+        known = override is None or isinstance(override, str)
+        if not known or ACTIVATIONS.get(name if override is None else override) != ACTIVATIONS.get(
+            name
+        ):
             config.refuse("hidden_activation", f"null or {name!r}, as hidden_act has it")
     if name not in ACTIVATIONS:
         config.refuse(key, ", ".join(ACTIVATIONS))

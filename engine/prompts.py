@@ -1,12 +1,14 @@
 """The shapes in which users may hand over prompts and what goes with them."""
 
-import reprlib
 from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
 
 from engine.errors import RequestError
+from engine.shown import shown
+
+__all__ = ["Prompt", "as_prompts", "as_token_ids", "one_each", "shown"]
 
 Prompt = str | Items[int]
 
@@ -21,11 +23,6 @@ def as_token_ids(prompt: Items[int], label: str) -> list[int]:
         if isinstance(token, bool) or not isinstance(token, int):
             raise RequestError(f"{label} holds {shown(token)}, which is not a token id")
     return list(prompt)
-
-
-def shown(value: object) -> str:
-    """`value` for a message: whole if it is short."""
-    return reprlib.repr(value)
 
 
 def as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:

@@ -4,7 +4,6 @@ Files are memory-mapped and tensors copied one by one, so the host never holds t
 are never opened.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
+from engine.json_file import read_json
+from engine.shown import shown
 from engine.weight_source import Part, check_destination
 
 SINGLE = "model.safetensors"
@@ -76,7 +77,7 @@ class SafetensorsSource:
             file = safe_open(path, framework="pt")
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: missing, though {INDEX} names it") from error
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: not a whole safetensors file ({error}); accepted: a complete download"
             ) from error
@@ -94,17 +95,17 @@ def _shards(directory: Path) -> dict[Path, set[str]]:
         reason = f" ({pickles[0]} is a pickle, which is never opened)" if pickles else ""
         raise CheckpointError(f"{directory}: no weights{reason}; accepted: {SINGLE} or {INDEX}")
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(key), str(name)) for key, name in weight_map.items()]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        weight_map = dict(read_json(index)["weight_map"].items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index}: not an index ({error!r}); accepted: an object weight_map of tensor to file"
         ) from error
     shards: dict[Path, set[str]] = {}
-    for key, name in pairs:
-        if Path(name).name != name or not name.endswith(".safetensors"):
+    for key, name in weight_map.items():
+        beside = isinstance(name, str) and Path(name).name == name
+        if not beside or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: {key} is in {name!r}; accepted: .safetensors files beside the index"
+                f"{index}: {key} is in {shown(name)}; accepted: .safetensors files beside the index"
             )
         shards.setdefault(directory / name, set()).add(key)
     if not shards:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.errors import RequestError
+from engine.shown import shown
 from memory.step_outputs import MAX_LOGPROBS
 
 INT32_MAX = 2**31 - 1
@@ -45,9 +46,15 @@ class SamplingParams:
 
     def __new__(cls, *args: Any, **keywords: Any) -> "SamplingParams":
         known = [field.name for field in fields(cls)]
+        if len(args) > len(known):
+            raise RequestError(
+                f"SamplingParams was given {len(args)} values; it takes {', '.join(known)}"
+            )
         for name in keywords:
             if name not in known:
                 raise RequestError(f"SamplingParams has no {name!r}; it takes {', '.join(known)}")
+            if name in known[: len(args)]:
+                raise RequestError(f"SamplingParams was given {name!r} twice")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -67,7 +74,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._whole(name, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r} is not True or False")
+            raise RequestError(f"ignore_eos={shown(self.ignore_eos)} is not True or False")
         self._check_stops()
         self._check_logit_bias()
 
@@ -90,7 +97,8 @@ class SamplingParams:
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise RequestError(
-                        f"{name}: token id {token} is out of range; accepted: 0 to {vocab_size - 1}"
+                        f"{name}: token id {shown(token)} is out of range; "
+                        f"accepted: 0 to {vocab_size - 1}"
                     )
 
     def copy(self) -> "SamplingParams":
@@ -105,42 +113,42 @@ class SamplingParams:
     def _check_stops(self) -> None:
         accepted = "accepted: a non-empty string or a list of them"
         if self.stop is not None and not isinstance(self.stop, str | Sequence):
-            raise RequestError(f"stop={self.stop!r}; {accepted}")
+            raise RequestError(f"stop={shown(self.stop)}; {accepted}")
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop={self.stop!r}; {accepted}")
+                raise RequestError(f"stop={shown(self.stop)}; {accepted}")
         ids = self.stop_token_ids
         if ids is not None and not isinstance(ids, Sequence | Set):
-            raise RequestError(f"stop_token_ids={ids!r}; accepted: a list of token ids")
+            raise RequestError(f"stop_token_ids={shown(ids)}; accepted: a list of token ids")
         for token in ids or ():
             self._token("stop_token_ids", token)
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise RequestError(
-                f"logit_bias={self.logit_bias!r}; accepted: a mapping of token ids to numbers"
+                f"logit_bias={shown(self.logit_bias)}; accepted: a mapping of token ids to numbers"
             )
         for token, bias in (self.logit_bias or {}).items():
             self._token("logit_bias", token)
             number = isinstance(bias, int | float) and not isinstance(bias, bool)
             if not number or not (bias == -math.inf or abs(bias) <= LARGEST_BIAS):
                 raise RequestError(
-                    f"logit_bias[{token}]={bias!r} is not a number from {-LARGEST_BIAS:g} to "
-                    f"{LARGEST_BIAS:g}, or minus infinity"
+                    f"logit_bias[{shown(token)}]={shown(bias)} is not a number from "
+                    f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}, or minus infinity"
                 )
 
     def _whole(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise RequestError(f"{name}={value!r} is not a whole number from {low} to {high}")
+            raise RequestError(f"{name}={shown(value)} is not a whole number from {low} to {high}")
 
     def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
         value = getattr(self, name)
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         if not fits or not (low < value if above else low <= value) or value > high:
             bounds = f"above {low:g}" if above else f"from {low:g}"
-            raise RequestError(f"{name}={value!r} is not a number {bounds} to {high:g}")
+            raise RequestError(f"{name}={shown(value)} is not a number {bounds} to {high:g}")
 
     def _token(self, name: str, token: object) -> None:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise RequestError(f"{name}: {token!r} is not a token id")
+            raise RequestError(f"{name}: {shown(token)} is not a token id")

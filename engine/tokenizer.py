@@ -3,6 +3,7 @@
 Knows nothing about models or requests. transformers is imported only when a tokenizer is loaded.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ class TokenizerSource:
     @classmethod
     def at(cls, path: str | Path) -> "TokenizerSource":
         """The source that a user means by a directory, a .gguf file or a hub id."""
-        path = Path(path) if Path(path).exists() else path
+        path = Path(path) if os.path.exists(path) else path  # no error where a name is too long
         if isinstance(path, Path) and path.suffix == ".gguf":
             return cls(str(path.parent), gguf_file=path.name)
         return cls(str(path))

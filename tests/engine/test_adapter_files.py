@@ -191,6 +191,7 @@ def test_float8_is_refused(tmp_path):
         (f"{Q0}.lora_magnitude_vector", "DoRA"),
         (f"{Q0}.base_layer.bias", "bias"),
         (f"{Q0}.lora_B.bias", "bias"),
+        (f"{PREFIX}layers.{'9' * 5000}.self_attn.q_proj.lora_A.weight", "no model has so many"),
         (f"{PREFIX}embed_tokens.lora_embedding_A", "embeddings"),
         (f"{PREFIX}embed_tokens.token_adapter.trainable_tokens_delta", "embeddings"),
         ("base_model.model.lm_head.lora_A.weight", "LM head"),
@@ -294,6 +295,11 @@ def test_missing_files_are_refused(tmp_path):
         read(folder)
 
 
+def test_paths_that_the_system_refuses(tmp_path):
+    with pytest.raises(AdapterError, match=r"xxx cannot be read: File name too long"):
+        read(tmp_path / ("x" * 300))
+
+
 def test_broken_shards_are_refused(tmp_path):
     folder = write(tmp_path)
     index = write_shards(folder, lora_tensors())
@@ -323,7 +329,15 @@ def test_broken_shards_are_refused(tmp_path):
     with pytest.raises(AdapterError, match="00002-of-00002"):
         read(folder)
 
-    for broken in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+    for broken in (
+        "{",
+        "[]",
+        "[" * 200_000,
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": null, "b": "s.safetensors"}}',
+        '{"weight_map": {"a": [], "b": "s.safetensors"}}',
+    ):
         index.write_text(broken)
         with pytest.raises(AdapterError, match=r"index\.json"):
             read(folder)

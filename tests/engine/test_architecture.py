@@ -15,7 +15,7 @@ from memory.lora_targets import SERVED, Target
 
 SIZES = {
     "vocab_size": 96,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -43,7 +43,7 @@ def reference(name: str, **changes) -> tuple[transformers.PreTrainedConfig, dict
     ("name", "changes"),
     [
         ("LlamaForCausalLM", {}),
-        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
         ("LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": None}),
         ("MistralForCausalLM", {"sliding_window": 7}),
         ("MistralForCausalLM", {"sliding_window": None}),
@@ -53,14 +53,14 @@ def reference(name: str, **changes) -> tuple[transformers.PreTrainedConfig, dict
         (
             "Qwen3ForCausalLM",
             {
-                "head_dim": 16,
+                "head_dim": 32,
                 "use_sliding_window": True,
                 "sliding_window": 5,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             },
         ),
         ("GemmaForCausalLM", {}),
-        ("GemmaForCausalLM", {"hidden_act": "gelu", "attention_bias": True, "head_dim": 8}),
+        ("GemmaForCausalLM", {"hidden_act": "gelu", "attention_bias": True, "head_dim": 18}),
     ],
 )
 def test_agrees_with_transformers(name, changes):
@@ -93,7 +93,7 @@ def test_agrees_with_transformers(name, changes):
     norm = model.model.norm.to_empty(device="cpu")
     with torch.no_grad():
         norm.weight.fill_(0.5)
-        scale = float(norm(torch.ones(32)).mean())
+        scale = float(norm(torch.ones(64)).mean())
     assert scale == pytest.approx(0.5 + architecture.norm_weight_offset, rel=1e-5)
 
 
@@ -130,7 +130,7 @@ def test_rope_frequencies_are_those_of_transformers(scaling, legacy):
         written["rope_scaling"] = scaling and {"type": parameters.pop("rope_type"), **parameters}
     rope = Architecture.from_config(written).rope
     wanted = transformers.LlamaModel(config).rotary_emb.inv_freq
-    assert torch.equal(rope.inverse_frequencies(8), wanted)
+    assert torch.equal(rope.inverse_frequencies(16), wanted)
 
 
 def test_config_files_as_found_on_the_hub():
@@ -154,8 +154,8 @@ def test_config_files_as_found_on_the_hub():
     for named in (None, "gelu_pytorch_tanh"):
         architecture = Architecture.from_config(gemma | {"hidden_activation": named})
         assert architecture.activation == "gelu_tanh"
-    assert architecture.embedding_scale_in(torch.float32) == pytest.approx(32**0.5, rel=1e-7)
-    assert architecture.embedding_scale_in(torch.bfloat16) == 5.65625
+    assert architecture.embedding_scale_in(torch.float32) == pytest.approx(64**0.5, rel=1e-7)
+    assert architecture.embedding_scale_in(torch.bfloat16) == 8.0
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,8 @@ def test_config_files_as_found_on_the_hub():
     [
         ({"architectures": ["PhiForCausalLM"]}, r"PhiForCausalLM.*LlamaForCausalLM, Mistral"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "mixtures of experts are not served"),
+        ({"architectures": [["x"]]}, r"architectures is \[\['x'\]\]; accepted: LlamaForCausalLM"),
+        ({"architectures": [{}]}, r"architectures is \[\{\}\]; accepted: LlamaForCausalLM"),
         ({"architectures": None, "model_type": "phi"}, "model_type is 'phi'.*LlamaForCausalLM"),
         ({"model_type": "mistral"}, "model_type is 'mistral'; accepted: 'llama'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
@@ -179,8 +181,18 @@ def test_config_files_as_found_on_the_hub():
         ({"layer_types": ["full_attention"]}, "layer_types.*3 entries"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types.*full_attention and slid"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; accepted: a divisor of 4"),
-        ({"hidden_size": 34}, "num_attention_heads is 4; accepted: a divisor of hidden_size"),
+        ({"hidden_size": 66}, "num_attention_heads is 4; accepted: a divisor of hidden_size"),
         ({"vocab_size": "96"}, "vocab_size is '96'; accepted: an integer"),
+        ({"vocab_size": 10**400}, "vocab_size is <integer.*accepted: an integer from 1 to 2147483"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; accepted: .* to 4096"),
+        ({"head_dim": 17}, r"head_dim is 17; accepted: an even number from 16"),
+        ({"head_dim": 14}, r"head_dim is 14; accepted: an even number from 16"),
+        ({"num_attention_heads": 8}, r"head_dim is None; .* even number from 16 \(.*derived: 8"),
+        (
+            {"rope_theta": 10**400},
+            "rope_theta is <integer of about 401 digits>; accepted: a num",
+        ),
+        ({"a_new_key": 10**5000}, "a_new_key is <integer of about 5001 digits>, which this engine"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; accepted: float32"),
         ({"attention_bias": "no"}, "attention_bias is 'no'; accepted: true or false"),
@@ -197,6 +209,7 @@ def test_refusals_name_the_key_and_what_is_accepted(changes, message):
     [
         ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("GemmaForCausalLM", {"hidden_act": "silu", "hidden_activation": "gelu"}, "hidden_activ"),
+        ("GemmaForCausalLM", {"hidden_activation": []}, r"hidden_activation is \[\]"),
         ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"] * 3}, "no sliding window"),
         ("Qwen2ForCausalLM", {"attention_bias": True}, "attention_bias"),
         ("MistralForCausalLM", {"layer_types": ["full_attention"] * 3}, "all layers alike"),
@@ -217,14 +230,14 @@ def test_missing_sizes_are_named():
 def test_target_shapes():
     architecture = Architecture.from_config(LLAMA)
     assert [architecture.target_shape(target) for target in SERVED] == [
-        (32, 32),
-        (16, 32),
-        (16, 32),
-        (32, 32),
-        (48, 32),
-        (48, 32),
-        (32, 48),
+        (64, 64),
+        (32, 64),
+        (32, 64),
+        (64, 64),
+        (48, 64),
+        (48, 64),
+        (64, 48),
     ]
-    assert architecture.target_shape(Target.LM_HEAD) == (96, 32)
+    assert architecture.target_shape(Target.LM_HEAD) == (96, 64)
     with pytest.raises(KeyError):
         architecture.target_shape(Target.ROUTER)

@@ -15,6 +15,7 @@ from engine import (
     SamplingParams,
     UnknownAdapterError,
 )
+from engine.shown import shown
 from tests.random_adapters import save_adapter
 from tests.tiny_models import build_model, save_model
 from tests.tiny_tokenizer import save_tokenizer
@@ -79,11 +80,17 @@ KEYWORDS = [
     ({"seed": None}, ["seed=None", "whole number"]),
     ({"adapters": ["a"]}, ["adapters=['a']", "names"]),
     ({"tokenizer": 5}, ["tokenizer=5", "path"]),
+    ({"max_loras": 10**5000}, ["max_loras=<integer of about 5001 digits>", "from 0"]),
+    ({"device": 10**5000}, ["device=<integer of about"]),
+    ({"memory_fraction": 10**5000}, ["memory_fraction=<integer of about", "at most 1"]),
+    ({"graph_batch_sizes": [10**5000]}, ["graph_batch_sizes", "<integer of about", "1 to max"]),
+    ({"tokenizer": 10**5000}, ["tokenizer=<integer of about", "path"]),
+    ({"adapters": -(10**5000)}, ["adapters=-<integer of about", "names"]),
     ({"debug": "yes"}, ["debug='yes'", "True, False"]),
 ]
 
 
-@pytest.mark.parametrize(("keywords", "parts"), KEYWORDS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("keywords", "parts"), KEYWORDS, ids=lambda v: shown(v)[:40])
 def test_bad_keywords_name_themselves_and_what_is_accepted(paths, keywords, parts):
     with pytest.raises(RequestError) as caught:
         Engine(paths["model"], **{**SIZES, **keywords})

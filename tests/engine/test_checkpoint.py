@@ -28,8 +28,8 @@ def save_tiny(directory: Path, tied: bool = False, shard: str = "1GB") -> dict[s
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
         tie_word_embeddings=tied,
     )
     model = transformers.LlamaForCausalLM(config)
@@ -165,6 +165,10 @@ def test_broken_indexes(tmp_path):
     shard = weight_map[Q_PROJ]
     for text, message in (
         (whole[:100], "index.json: not an index"),
+        ("[" * 200_000, "index.json: not an index.*nested"),
+        ('{"weight_map": [["a", "b.safetensors"]]}', "index.json: not an index"),
+        ('{"weight_map": {"a": null}}', "a is in None; accepted: .safetensors files"),
+        ('{"weight_map": {"a": "\\ud800.safetensors"}}', "safetensors: not a whole"),
         ('{"weight_map": {}}', "weight_map is empty"),
         (whole.replace(shard, f"../{shard}"), "accepted: .safetensors files beside the index"),
         (whole.replace(Q_PROJ, "model.absent"), f"{shard}: model.absent is not in it"),
@@ -209,6 +213,28 @@ def test_what_is_no_model(model, tmp_path):
         open_checkpoint(tmp_path / "absent/dir")
     with pytest.raises(CheckpointError, match=r"absent.gguf: no such file"):
         open_checkpoint(tmp_path / "absent.gguf")
+
+
+def test_paths_that_the_system_refuses(tmp_path):
+    for path in ("x" * 300, tmp_path / ("x" * 300), tmp_path / ("x" * 300 + ".gguf")):
+        with pytest.raises(CheckpointError, match=r"xxx.*cannot be read: File name too long"):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_is_nested_too_deeply(model, name):
+    (model / name).write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=f"{name}: not a JSON file .*nested"):
+        open_checkpoint(model)
+
+
+def test_a_config_of_many_layers_is_refused_at_once(model):
+    edit_json(model / "config.json", num_hidden_layers=10**7)
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers is 10000000; accepted: .* 4096"):
+        open_checkpoint(model)
+    edit_json(model / "config.json", num_hidden_layers=4096)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.10\..* is missing"):
+        open_checkpoint(model)
 
 
 def test_hub_ids_are_downloaded_without_pickles(saved, monkeypatch):

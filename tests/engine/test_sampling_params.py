@@ -8,6 +8,7 @@ import pytest
 from engine import EngineError, RequestError, SamplingParams
 
 NAN, INFINITY = float("nan"), float("inf")
+HUGE = 10**5000
 
 ACCEPTED = [
     {"n": 1024},
@@ -144,6 +145,36 @@ def test_an_unknown_name_is_refused():
         SamplingParams(max_new_tokens=5)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([1] * 40, "given 40 values; it takes n, max"), ([2, 3], "'max_tokens' twice")],
+)
+def test_too_many_values_are_refused(arguments, message):
+    assert SamplingParams(2, 3, 0.5) == SamplingParams(n=2, max_tokens=3, temperature=0.5)
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(*arguments, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"n": HUGE},
+        {"seed": -HUGE},
+        {"temperature": HUGE},
+        {"stop": HUGE},
+        {"stop_token_ids": [-HUGE]},
+        {"ignore_eos": HUGE},
+        {"logit_bias": HUGE},
+        {"logit_bias": {-HUGE: 1.0}},
+        {"logit_bias": {HUGE: HUGE}},
+    ],
+    ids=lambda keywords: next(iter(keywords)),
+)
+def test_numbers_that_python_does_not_print_are_refused_too(keywords):
+    with pytest.raises(RequestError, match=rf"{next(iter(keywords))}.*about 5001 digits"):
+        SamplingParams(**keywords)
+
+
 def test_min_tokens_may_not_exceed_max_tokens():
     assert SamplingParams(max_tokens=5, min_tokens=5).min_tokens == 5
     with pytest.raises(RequestError, match="min_tokens=6 is not a whole number from 0 to 5"):
@@ -179,6 +210,8 @@ def test_token_ids_are_checked_against_the_vocabulary(keywords):
     ((name, _),) = keywords.items()
     with pytest.raises(RequestError, match=f"{name}: token id 514 .* accepted: 0 to 513"):
         params.check_vocabulary(514)
+    with pytest.raises(RequestError, match="stop_token_ids: token id <integer of about"):
+        SamplingParams(stop_token_ids=[HUGE]).check_vocabulary(514)
 
 
 def test_a_copy_shares_no_list():

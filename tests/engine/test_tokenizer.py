@@ -134,6 +134,9 @@ def test_errors_name_the_place(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"model.gguf: no tokenizer that transformers"):
         load_tokenizer(tmp_path / "model.gguf")
+    too_long = tmp_path / ("x" * 300)
+    with pytest.raises(CheckpointError, match=f"{too_long}: no tokenizer .*File name too long"):
+        load_tokenizer(too_long)
 
 
 def test_sources():
