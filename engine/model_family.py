@@ -131,10 +131,8 @@ def read_activation(config: ConfigReader, family: ModelFamily) -> str:
         # older transformers and is ignored by newer ones, so the two have to agree.
         name = "gelu_pytorch_tanh" if name == "gelu" else name
         override = config.value("hidden_activation")
-        known = override is None or isinstance(override, str)
-        if not known or ACTIVATIONS.get(name if override is None else override) != ACTIVATIONS.get(
-            name
-        ):
+        other = ACTIVATIONS.get(override) if isinstance(override, str) else None
+        if override is not None and other != ACTIVATIONS.get(name, name):
             config.refuse("hidden_activation", f"null or {name!r}, as hidden_act has it")
     if name not in ACTIVATIONS:
         config.refuse(key, ", ".join(ACTIVATIONS))
