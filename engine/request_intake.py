@@ -74,11 +74,11 @@ class RequestIntake:
         else:
             ids = as_token_ids(prompt, label)
         if not ids:
-            raise RequestError(f"{label}={prompt!r} is empty: at least one token is needed")
+            raise RequestError(f"{label}={shown(prompt)} is empty: at least one token is needed")
         for token in ids:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(
-                    f"{label}: token id {token} is out of range; accepted: 0 to "
+                    f"{label}: token id {shown(token)} is out of range; accepted: 0 to "
                     f"{self._vocab_size - 1}"
                 )
         return ids
