@@ -1,7 +1,10 @@
 """Which adapters are known, which are on the device, and who gives way to whom.
 
-Knows names, versions and use; the bytes and tables are `memory.adapter_store`'s.
+Knows names, versions and use; the bytes and tables are `memory.adapter_store`'s, and so is which
+slot an adapter holds: nothing here says it a second time, so an exception cannot part the two.
 """
+
+from dataclasses import replace
 
 from engine.errors import AdapterError, CapacityError, UnknownAdapterError
 from engine.outputs import AdapterInfo
@@ -11,23 +14,24 @@ from memory.packed_adapter import PackedAdapter
 
 class Adapter:
     """One version of a named adapter: `requests` wait or run on it, `running` sequences hold its
-    slot. A draining one serves what it has and takes nothing new."""
+    slot."""
 
-    def __init__(self, name: str, version: int, packed: PackedAdapter, pinned: bool) -> None:
+    def __init__(
+        self, store: AdapterStore, name: str, version: int, packed: PackedAdapter, pinned: bool
+    ) -> None:
+        self._store = store
         self.name = name
         self.version = version
-        self.packed = packed
+        self.packed = replace(packed)  # an object of its own: the store knows adapters by it
         self.pinned = pinned
-        self.slot: int | None = None
         self.requests = 0
         self.running = 0
-        self.draining = False
         self.last_used = 0
 
     @property
-    def stays(self) -> bool:
-        """Whether it keeps its slot for good."""
-        return self.pinned and not self.draining
+    def slot(self) -> int | None:
+        """Its slot on the device, or None while it is in host memory only."""
+        return self._store.slot_of(self.packed)
 
     def info(self) -> AdapterInfo:
         weights = self.packed.weights
@@ -44,15 +48,17 @@ class Adapter:
 
 
 class AdapterRegistry:
-    """Adapters in host memory, the least recently used of which give up their device slots."""
+    """Adapters in host memory, the least recently used of which give up their device slots.
+
+    A version that its name no longer leads to is draining: it serves the requests that it has,
+    takes nothing new, and goes when none is left.
+    """
 
     def __init__(self, store: AdapterStore, max_cpu_loras: int) -> None:
         self._store = store
         self._max_cpu_loras = max_cpu_loras
         self._by_name: dict[str, Adapter] = {}
-        self._draining: list[Adapter] = []
-        self._free_slots = list(range(store.tables.max_loras))
-        self._residents: list[Adapter] = []
+        self._adapters: list[Adapter] = []  # those of `_by_name`, and the draining ones
         self._versions = 0
         self._uses = 0
         self.loads = 0
@@ -85,14 +91,18 @@ class AdapterRegistry:
                 f"adapter {name!r} takes {packed.bytes} bytes and lora_memory_bytes is "
                 f"{self._store.capacity_bytes}"
             )
-        adapter = Adapter(name, self._versions + 1, packed, pinned)
-        if not self._place(adapter, may_evict=pinned) and pinned:
-            raise CapacityError(
-                f"adapter {name!r} cannot be pinned: every slot, or the memory, is taken by "
-                f"adapters that are pinned or in use"
-            )
-        self._versions += 1
-        self._by_name[name] = adapter
+        adapter = Adapter(self._store, name, self._versions + 1, packed, pinned)
+        self._adapters.append(adapter)
+        try:
+            if not self._place(adapter, may_evict=pinned) and pinned:
+                raise CapacityError(
+                    f"adapter {name!r} cannot be pinned: every slot, or the memory, is taken by "
+                    f"adapters that are pinned or in use"
+                )
+            self._versions = adapter.version
+            self._by_name[name] = adapter
+        finally:
+            self._drop_drained()
         return adapter
 
     def find(self, name: str) -> Adapter:
@@ -105,14 +115,13 @@ class AdapterRegistry:
 
     def unload(self, name: str) -> None:
         """Refuse new requests of `name`; its slot goes when the last that it has is done."""
-        adapter = self.find(name)
+        self.find(name)
         del self._by_name[name]
-        adapter.draining = True
-        self._draining.append(adapter)
-        self._drop_if_drained(adapter)
+        self._drop_drained()
 
     def infos(self) -> list[AdapterInfo]:
-        return [adapter.info() for adapter in [*self._by_name.values(), *self._draining]]
+        draining = [adapter for adapter in self._adapters if self._is_draining(adapter)]
+        return [adapter.info() for adapter in [*self._by_name.values(), *draining]]
 
     def add_request(self, adapter: Adapter) -> None:
         adapter.requests += 1
@@ -120,15 +129,16 @@ class AdapterRegistry:
     def remove_request(self, adapter: Adapter) -> None:
         """A request is done: the last one of a draining adapter takes it along."""
         adapter.requests -= 1
-        self._drop_if_drained(adapter)
+        self._drop_drained()
 
     def acquire(self, adapter: Adapter) -> bool:
         """Put `adapter` on the device for one more running sequence, evicting the least recently
         used that nothing runs on. False where slots or bytes are all in use."""
         if adapter.slot is None and not self._place(adapter, may_evict=True):
             return False
-        assert adapter.slot is not None
-        self._store.finish_load(adapter.slot)
+        slot = adapter.slot
+        assert slot is not None
+        self._store.finish_load(slot)
         self._uses += 1
         adapter.last_used = self._uses
         adapter.running += 1
@@ -140,42 +150,66 @@ class AdapterRegistry:
 
     def may_yet_fit(self, adapter: Adapter) -> bool:
         """Whether `adapter` would find room once everything that runs has ended."""
-        return self._room_after([a for a in self._residents if not a.stays], adapter)
+        return self._room_after(self._movable(), adapter)
 
     def _place(self, adapter: Adapter, may_evict: bool) -> bool:
-        """Start the copy of `adapter` into a slot; nothing is evicted where that is no help."""
-        idle = [a for a in self._residents if a.running == 0 and not a.stays] if may_evict else []
-        idle.sort(key=lambda a: a.last_used)
-        for count in range(len(idle) + 1):
-            if self._room_after(idle[:count], adapter):
-                break
-        else:
+        """Start the copy of `adapter` into a slot; nothing is evicted where that is no help.
+
+        Pinned adapters lie at the end of the arena, so that they do not part what the others
+        share (`memory.extents` says when they still do).
+        """
+        idle = [a for a in self._movable() if a.running == 0] if may_evict else []
+        victims = self._victims(sorted(idle, key=lambda a: a.last_used), adapter)
+        if victims is None:
             return False
-        for victim in idle[:count]:
+        for victim in victims:
             self._evict(victim)
             self.evictions += 1
-        adapter.slot = self._free_slots.pop(0)
-        self._store.begin_load(adapter.slot, adapter.packed)
-        self._residents.append(adapter)
+        slot = self._store.free_slot()
+        assert slot is not None
+        self._store.begin_load(slot, adapter.packed, from_end=adapter.pinned)
         self.loads += 1
         return True
 
+    def _victims(self, idle: list[Adapter], adapter: Adapter) -> list[Adapter] | None:
+        """Who makes room for `adapter`: the least recently used that together suffice, less
+        those, from the most recently used down, without which the others suffice. None of the
+        victims can then be spared, though others might have been fewer. None where all of
+        `idle` is not enough."""
+        prefixes = (idle[:count] for count in range(len(idle) + 1))
+        enough = (prefix for prefix in prefixes if self._room_after(prefix, adapter))
+        victims = next(enough, None)
+        for spared in reversed(victims or []):
+            fewer = [victim for victim in victims or [] if victim is not spared]
+            if self._room_after(fewer, adapter):
+                victims = fewer
+        return victims
+
     def _room_after(self, gone: list[Adapter], adapter: Adapter) -> bool:
         """Whether a slot and an extent are there for `adapter` without those of `gone`."""
-        slots = [a.slot for a in gone if a.slot is not None]
-        has_slot = bool(self._free_slots or slots)
+        slots = [slot for slot in (a.slot for a in gone) if slot is not None]
+        has_slot = bool(slots) or self._store.free_slot() is not None
         return has_slot and self._store.would_fit(adapter.packed, slots)
 
-    def _evict(self, adapter: Adapter) -> None:
-        assert adapter.slot is not None
-        self._store.evict(adapter.slot)
-        self._free_slots.append(adapter.slot)
-        self._free_slots.sort()
-        self._residents.remove(adapter)
-        adapter.slot = None
+    def _movable(self) -> list[Adapter]:
+        """Those on the device that do not keep their slot for good."""
+        held = {id(packed) for packed in self._store.held()}
+        residents = [a for a in self._adapters if id(a.packed) in held]
+        return [a for a in residents if not a.pinned or self._is_draining(a)]
 
-    def _drop_if_drained(self, adapter: Adapter) -> None:
-        if adapter.draining and adapter.requests == 0:
-            self._draining.remove(adapter)
-            if adapter.slot is not None:
-                self._evict(adapter)
+    def _is_draining(self, adapter: Adapter) -> bool:
+        return self._by_name.get(adapter.name) is not adapter
+
+    def _evict(self, adapter: Adapter) -> None:
+        slot = adapter.slot
+        assert slot is not None
+        self._store.evict(slot)
+
+    def _drop_drained(self) -> None:
+        """Forget every draining adapter without requests, those included whose registration or
+        unloading was cut short by an exception."""
+        for adapter in list(self._adapters):
+            if adapter.requests == 0 and self._is_draining(adapter):
+                if adapter.slot is not None:
+                    self._evict(adapter)
+                self._adapters.remove(adapter)

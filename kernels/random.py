@@ -79,7 +79,7 @@ def gumbel_row_torch(
     seed: int, vocab_size: int, position: int, sample_index: int, device: torch.device
 ) -> torch.Tensor:
     """`gumbel_torch` of all ids below `vocab_size`: each four of them share one draw."""
-    groups = torch.arange((vocab_size + 3) // 4, device=device)
+    groups = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=device)
     words = _draw_words(seed, groups, position, sample_index).view(-1)[:vocab_size]
     return _uniform_to_gumbel(_word_to_uniform(words))
 

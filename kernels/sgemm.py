@@ -384,9 +384,10 @@ def sgemm_b_torch(
 ) -> None:
     """Torch twin of `sgemm_b_triton`; as in `sgemm_a_torch`, products take all T rows."""
     total = int(seg_indptr[-1])
-    s = torch.zeros(shrunk.shape[1:], device=y.device)  # [T, stack * max_rank], by row
+    s = torch.zeros(shrunk.shape[1:], dtype=torch.float32, device=y.device)  # by row
     s[pair_row[:total]] = shrunk[:, :total].sum(0)
-    delta = torch.full(y.shape, -0.0, device=y.device)  # y + -0.0 keeps every bit of y
+    # y + -0.0 keeps every bit of y
+    delta = torch.full(y.shape, -0.0, dtype=torch.float32, device=y.device)
     tables = (lora_ranks, seg_indptr, weight_indices, pair_row.long(), num_segments)
     for _, rows, slot, stacked, address, rank in walk_segments(b_ptrs, *tables):
         b = weight_view(arena, address, slice_sizes[stacked], rank)  # [N, rank]

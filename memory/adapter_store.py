@@ -2,6 +2,9 @@
 
 Knows nothing of names, versions or who may be evicted: its owner says which slot to fill or to
 empty. An adapter takes one extent of its own size, never padded to `max_lora_rank`.
+
+Which slots are held, and which bytes, follows from one dictionary, written last by a load and by
+an eviction: an exception at any point leaves a slot held, and ready for use, or free.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from memory.adapter_tables import AdapterTables, TableEntry
-from memory.extents import ExtentAllocator
+from memory.extents import ExtentAllocator, aligned
 from memory.lora_targets import SERVED
 from memory.model_dims import ModelDims
 from memory.packed_adapter import PackedAdapter
@@ -43,38 +46,47 @@ class AdapterStore:
         self.arena_address = self.arena.data_ptr()
         self.tables = AdapterTables.allocate(dims.num_layers, max_loras, device)
         self.enabled = [0] * max_loras  # host copy of `adapter_enabled`, staged before a replay
-        self._extents = ExtentAllocator(arena_bytes)
+        self.capacity_bytes = arena_bytes
         self._residents: dict[int, _Resident] = {}
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last_use: torch.cuda.Event | None = None
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._extents.capacity_bytes
+        self._note_use()  # the arena's bytes may be another tensor's, freed but still in use
 
     @property
     def used_bytes(self) -> int:
-        return self._extents.used_bytes
+        return self._extents().used_bytes
+
+    def free_slot(self) -> int | None:
+        """The lowest slot that holds nothing."""
+        slots = range(self.tables.max_loras)
+        return next((slot for slot in slots if slot not in self._residents), None)
+
+    def slot_of(self, packed: PackedAdapter) -> int | None:
+        """The slot that `packed`, this very object, was loaded into and not evicted from."""
+        residents = self._residents.items()
+        return next((slot for slot, resident in residents if resident.packed is packed), None)
+
+    def held(self) -> list[PackedAdapter]:
+        """What lies in some slot."""
+        return [resident.packed for resident in self._residents.values()]
 
     def would_fit(self, packed: PackedAdapter, without: Iterable[int] = ()) -> bool:
         """Whether an extent for `packed` is free, or would be with the slots `without` empty."""
-        trial = self._extents.copy()
-        for slot in without:
-            trial.free(self._residents[slot].offset)
-        return trial.allocate(packed.bytes) is not None
+        return self._extents(without).allocate(packed.bytes) is not None
 
-    def begin_load(self, slot: int, packed: PackedAdapter) -> None:
-        """Start the copy of `packed`, which must fit, into an extent for the empty `slot`, on a
-        side stream.
+    def begin_load(self, slot: int, packed: PackedAdapter, from_end: bool = False) -> None:
+        """Start the copy of `packed`, which must fit and be in no slot, into an extent for the
+        empty `slot`, on a side stream. `from_end` is for adapters that stay.
 
         Bytes of an evicted adapter are overwritten only after the last step that was launched
         before its eviction.
         """
         assert slot not in self._residents, f"slot {slot} is taken"
+        assert self.slot_of(packed) is None, f"already in slot {self.slot_of(packed)}"
         assert packed.buffer.dtype == self.arena.dtype, (packed.buffer.dtype, self.arena.dtype)
-        offset = self._extents.allocate(packed.bytes)
+        offset = self._extents().allocate(packed.bytes, from_end)
         assert offset is not None, f"no extent of {packed.bytes} bytes is free"
         start = offset // self.arena.element_size()
         extent = self.arena[start : start + packed.buffer.numel()]
@@ -105,13 +117,25 @@ class AdapterStore:
 
     def evict(self, slot: int) -> None:
         """Empty `slot`. The steps launched so far still read the adapter's bytes."""
-        resident = self._residents.pop(slot)
-        self.tables.write_slot(slot, ())
+        self._residents[slot].in_tables = False  # an eviction cut short: `finish_load` repairs it
         self.enabled[slot] = 0
+        self.tables.write_slot(slot, ())
+        self._note_use()
+        del self._residents[slot]
+
+    def _extents(self, without: Iterable[int] = ()) -> ExtentAllocator:
+        """The arena's extents as they are, or would be with the slots `without` empty."""
+        gone = set(without)
+        held = [resident for slot, resident in self._residents.items() if slot not in gone]
+        taken = {resident.offset: aligned(resident.packed.bytes) for resident in held}
+        return ExtentAllocator(self.capacity_bytes, taken)
+
+    def _note_use(self) -> None:
+        """What was launched so far on the current stream may read any byte of the arena."""
         if self._copy_stream is not None:
-            self._last_use = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._last_use.record(torch.cuda.current_stream(self.arena.device))
-        self._extents.free(resident.offset)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.arena.device))
+            self._last_use = event
 
     @contextmanager
     def synthetic(self) -> Iterator[None]:

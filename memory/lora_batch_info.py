@@ -43,7 +43,7 @@ class LoRABatchInfo:
             permutation=empty(max_rows),
             pair_row=empty(max_rows),
             pair_slot=empty(max_rows),
-            pair_weight=torch.ones(max_rows, device=device),
+            pair_weight=torch.ones(max_rows, dtype=torch.float32, device=device),
         )
 
     def view(self, rows: int) -> "LoRABatchInfo":

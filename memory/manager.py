@@ -47,6 +47,7 @@ class MemoryConfig:
 class MemoryManager:
     """Owns the tables, the KV cache, the adapter store, the workspace and the step buffers."""
 
+    @torch.inference_mode(False)  # written in any mode later, which inference tensors refuse
     def __init__(
         self,
         dims: ModelDims,

@@ -23,10 +23,14 @@ class StepResults:
 
 
 class _Slot:
+    @torch.inference_mode(False)  # written in any mode later, which inference tensors refuse
     def __init__(self, rows: int, pinned: bool) -> None:
-        self.chosen = torch.empty(2, rows, dtype=torch.int32, pin_memory=pinned)
-        self.top_ids = torch.empty(rows, MAX_LOGPROBS, dtype=torch.int32, pin_memory=pinned)
-        self.top_values = torch.empty(rows, MAX_LOGPROBS, pin_memory=pinned)
+        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+
+        self.chosen = empty(torch.int32, 2, rows)
+        self.top_ids = empty(torch.int32, rows, MAX_LOGPROBS)
+        self.top_values = empty(torch.float32, rows, MAX_LOGPROBS)
         self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.unread = False
 

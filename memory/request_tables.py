@@ -52,16 +52,19 @@ class RequestTables:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
         tables = cls(
             last_token=ints(slots),
             positions=ints(slots),
             adapter_slots=ints(slots).fill_(-1),
             block_tables=ints(slots, max_pages),
-            sampling_floats=torch.zeros(slots, NUM_COLUMNS, device=device),
+            sampling_floats=floats(slots, NUM_COLUMNS),
             sampling_ints=ints(slots, NUM_COLUMNS),
             seeds=torch.zeros(slots, dtype=torch.int64, device=device),
             token_state=ints(slots, vocab_size),
-            logit_bias=torch.zeros(slots, vocab_size, device=device),
+            logit_bias=floats(slots, vocab_size),
         )
         tables.sampling_floats[:, TOP_P] = 1.0
         tables.sampling_floats[:, REPETITION] = 1.0

@@ -11,11 +11,12 @@ class StagingRing:
     On the CPU there is nothing to pin and copies are done at once. `copies` counts uploads.
     """
 
+    @torch.inference_mode(False)  # written in any mode later, which inference tensors refuse
     def __init__(self, capacity: int, device: torch.device, depth: int = 2) -> None:
         self._on_gpu = device.type == "cuda"
-        self._buffers = [
-            torch.empty(capacity, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(depth)
-        ]
+        self._buffers = torch.empty(
+            depth, capacity, dtype=torch.int32, device="cpu", pin_memory=self._on_gpu
+        ).unbind()
         self._events: list[torch.cuda.Event | None] = [None] * depth
         self._next = 0
         self.copies = 0
@@ -29,7 +30,7 @@ class StagingRing:
         if event is not None:
             event.synchronize()
         staged = self._buffers[index][:count]
-        staged.copy_(torch.as_tensor(values, dtype=torch.int32))
+        staged.copy_(torch.as_tensor(values, dtype=torch.int32, device="cpu"))
         destination[:count].copy_(staged, non_blocking=True)
         if self._on_gpu:
             event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]

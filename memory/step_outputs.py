@@ -35,8 +35,8 @@ class StepOutputs:
     def allocate(cls, rows: int, device: torch.device) -> "StepOutputs":
         return cls(
             chosen=torch.zeros(2, rows, dtype=torch.int32, device=device),
-            logsumexp=torch.zeros(rows, device=device),
-            top_values=torch.zeros(rows, MAX_LOGPROBS, device=device),
+            logsumexp=torch.zeros(rows, dtype=torch.float32, device=device),
+            top_values=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.float32, device=device),
             top_ids=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.int32, device=device),
         )
 

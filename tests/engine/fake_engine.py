@@ -129,7 +129,7 @@ class FakeEngine:
                 self._forget(request)
 
     def _adapters(self) -> list[Adapter]:
-        return [*self.registry._by_name.values(), *self.registry._draining]
+        return list(self.registry._adapters)
 
     def _forget(self, request: Request) -> None:
         if request.finished and request.adapter:

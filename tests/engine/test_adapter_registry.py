@@ -1,5 +1,7 @@
 """The adapter registry: names, versions, slots, and who gives way to whom."""
 
+import sys
+
 import pytest
 import torch
 
@@ -152,6 +154,28 @@ def test_as_many_give_way_as_bytes_demand_and_no_more():
     assert slots(registry) == {"a": None, "b": None, "c": 2, "late": 0}
 
 
+def test_those_whose_bytes_are_no_help_stay():
+    """The least recently used are small; only the large one's bytes make room."""
+    registry = make_registry(max_loras=4, arena_rank=18)
+    small, other = register(registry, "small", "other", rank=2)
+    large = registry.register("large", packed(12), False)
+    late = registry.register("late", packed(10), False)
+    for adapter in (small, other, large):
+        use(registry, adapter)
+    assert registry.acquire(late)
+    assert slots(registry) == {"small": 0, "other": 1, "large": None, "late": 2}
+    assert registry.evictions == 1
+
+
+def test_a_pinned_adapter_does_not_part_the_arena():
+    registry = make_registry(max_loras=3, arena_rank=16)
+    first = registry.register("first", packed(4), False)
+    registry.register("pinned", packed(4), True)
+    registry.unload(first.name)
+    whole = registry.register("whole", packed(10), False)
+    assert whole.slot is not None
+
+
 def test_room_that_pinned_adapters_never_give_up():
     registry = make_registry(max_loras=2)
     [first, second] = register(registry, "p", "q", pinned=True)
@@ -288,3 +312,93 @@ def test_tables_follow_the_slots():
         assert tables.lora_ranks[1, Target.DOWN_PROJ, adapter.slot] == adapter.packed.weights.rank
         assert registry._store.enabled[adapter.slot] == 1
         registry.release(adapter)
+
+
+class _InterruptAt:
+    """A trace function that raises KeyboardInterrupt before the `count`-th line that runs in the
+    registry, the store or its tables."""
+
+    FILES = ("engine/adapter_registry.py", "memory/adapter_store.py", "memory/adapter_tables.py")
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __call__(self, frame, event, _):
+        if not frame.f_code.co_filename.endswith(self.FILES):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(operation, count: int) -> bool:
+    """Whether `operation` has a `count`-th line to be interrupted at."""
+    before = sys.gettrace()
+    sys.settrace(_InterruptAt(count))
+    try:
+        operation()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def evict_and_load(registry: AdapterRegistry) -> None:
+    registry.acquire(registry.find("c"))
+
+
+def load_pinned(registry: AdapterRegistry) -> None:
+    registry.register("p", packed(6, seed=9), True)
+
+
+def unload(registry: AdapterRegistry) -> None:
+    registry.unload("a")
+
+
+def end_the_last_request(registry: AdapterRegistry) -> None:
+    registry.remove_request(registry._adapters[-1])
+
+
+@pytest.mark.parametrize("operation", [evict_and_load, load_pinned, unload, end_the_last_request])
+def test_an_interrupt_at_any_line_leaves_slots_held_or_free(operation):
+    count = 0
+    while True:
+        count += 1
+        registry = make_registry(max_loras=2, arena_rank=12)
+        a, b, c = register(registry, "a", "b", "c", rank=5)
+        use(registry, a)
+        use(registry, b)
+        if operation is end_the_last_request:
+            use(registry, c)
+            registry.add_request(c)
+            registry.unload("c")
+        if not interrupted(lambda: operation(registry), count):  # noqa: B023
+            break
+        check_consistent(registry, f"{operation.__name__}, line {count}")
+    assert count > 10
+
+
+def check_consistent(registry: AdapterRegistry, where: str) -> None:
+    """All that is registered can be used and unloaded, and then nothing is held."""
+    store = registry._store
+    for adapter in registry._adapters:
+        adapter.running = adapter.requests = 0  # what was interrupted is gone
+    for name in list(registry._by_name):
+        adapter = registry.find(name)
+        use(registry, adapter)
+        for module in adapter.packed.weights.modules:
+            at = (module.layer, int(module.target), adapter.slot)
+            assert store.tables.lora_ranks[at] == module.rank, where
+            assert store.tables.scalings[at] == torch.tensor(module.scaling), where
+        assert store.enabled[adapter.slot] == 1, where
+    for name in list(registry._by_name):
+        registry.unload(name)
+    assert registry.infos() == [], where
+    assert (store.used_bytes, store.enabled) == (0, [0, 0]), where
+    assert not any(table.any() for table in store.tables.tensors().values()), where
+    last = registry.register("last", packed(12), True)
+    use(registry, last)
+    assert last.slot == 0, where

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from memory.adapter_store import AdapterStore
+from memory.adapter_tables import AdapterTables
 from memory.extents import ALIGNMENT_BYTES
 from memory.lora_targets import SERVED, Target
 from memory.packed_adapter import PackedAdapter, pack_adapter
@@ -180,6 +181,104 @@ def test_a_store_without_slots():
     assert not store.would_fit(packed(1))
     with store.synthetic(), store.zeroed():
         assert store.tables.lora_ranks.numel() == 0
+
+
+def test_scalings_are_float32_whatever_the_default_dtype_is():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        store, adapter = make_store(), packed(4)
+        load(store, 0, adapter)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert adapter.weights.modules[0].scaling == 0.37
+    assert store.tables.scalings[0, 0, 0] == torch.tensor(0.37)
+    assert_slot_holds(store, 0, adapter)
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_an_eviction_that_fails_leaves_the_slot_held_and_of_use(fails, monkeypatch):
+    """`write_slot` breaks off before and after it wrote; the slot is used again, or emptied."""
+    store, adapter, next_one = make_store(), packed(4), packed(8)
+    load(store, 1, adapter)
+    with monkeypatch.context() as patch:
+        write_slot = AdapterTables.write_slot
+
+        def break_off(tables, slot, entries):
+            if fails == 2:
+                write_slot(tables, slot, entries)
+            raise KeyboardInterrupt
+
+        patch.setattr(AdapterTables, "write_slot", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            store.evict(1)
+    assert store.slot_of(adapter) == 1
+    assert store.used_bytes == adapter.bytes
+    store.finish_load(1)
+    assert_slot_holds(store, 1, adapter)
+    store.evict(1)
+    assert (store.slot_of(adapter), store.used_bytes) == (None, 0)
+    load(store, 1, next_one)
+    assert_slot_holds(store, 1, next_one)
+
+
+def test_an_adapter_lies_in_one_slot_at_most():
+    store, adapter = make_store(), packed(4)
+    load(store, 1, adapter)
+    with pytest.raises(AssertionError, match="already in slot 1"):
+        store.begin_load(0, adapter)
+    assert store.free_slot() == 0
+
+
+def test_a_column_is_staged_in_one_copy_and_an_empty_one_in_none():
+    store = make_store()
+    load(store, 0, packed(4))
+    assert store.tables.staging.copies == 1
+    store.evict(0)
+    assert store.tables.staging.copies == 1
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_loads_and_evictions_wait_for_no_step_that_is_under_way():
+    adapters = [
+        pack_adapter(random_adapter(DIMS, 2, seed=seed), torch.float32, pinned=True)
+        for seed in range(6)
+    ]
+    arena = 3 * adapters[0].bytes
+    store = AdapterStore(DIMS, 3, MAX_RANK, arena, torch.float32, torch.device("cuda"))
+    load(store, 0, adapters[0])
+    store.evict(0)  # every kernel that the next ones need is loaded by now
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    before = torch.cuda.Event()
+    before.record()
+    for slot in range(3):
+        load(store, slot, adapters[slot])
+    for slot in range(3):
+        store.evict(slot)
+    assert not before.query()
+    torch.cuda.synchronize()
+    assert not store.tables.lora_ranks.any()
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_the_first_load_waits_for_the_last_use_of_the_arena_s_bytes():
+    """The arena takes bytes that another tensor gave back while a step still reads them."""
+    device = torch.device("cuda")
+    adapter = pack_adapter(random_adapter(DIMS, 8), torch.float32, pinned=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.full_like(adapter.buffer, 7.0, device=device)
+    address = before.data_ptr()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    seen = before.clone()
+    del before
+    store = AdapterStore(DIMS, 1, MAX_RANK, adapter.bytes, torch.float32, device)
+    load(store, 0, adapter)
+    if store.arena_address != address:
+        pytest.skip("the allocator gave the arena other bytes")
+    assert (seen == 7.0).all()
+    assert torch.equal(store.arena.cpu(), adapter.buffer)
 
 
 @pytest.mark.gpu

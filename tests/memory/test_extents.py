@@ -46,15 +46,27 @@ def test_an_extent_is_freed_once():
         extents.free(0)
 
 
-def test_a_copy_changes_nothing():
-    extents = ExtentAllocator(256)
-    first = extents.allocate(128)
-    trial = extents.copy()
-    trial.free(first)
-    assert trial.allocate(256) == 0
-    assert extents.used_bytes == 128
-    assert extents.allocate(256) is None
-    assert extents.allocate(128) == 128
+def test_an_allocator_of_what_is_taken_keeps_clear_of_it_and_leaves_it_alone():
+    taken = {128: 256, 640: 128}
+    extents = ExtentAllocator(900, taken)
+    assert extents.used_bytes == 384
+    assert extents.allocate(512) is None
+    assert extents.allocate(256) == 384
+    assert extents.allocate(128) == 0
+    assert extents.allocate(128) == 768  # 900 holds seven whole blocks
+    assert extents.allocate(1) is None
+    assert taken == {128: 256, 640: 128}
+
+
+def test_from_the_end_takes_the_end_of_the_highest_hole_that_is_large_enough():
+    extents = ExtentAllocator(1024 + 100)
+    assert [extents.allocate(n, from_end=True) for n in (100, 256)] == [896, 640]
+    assert extents.allocate(128) == 0
+    extents.free(896)
+    assert extents.allocate(200, from_end=True) == 384
+    assert extents.allocate(100, from_end=True) == 896
+    assert extents.allocate(256) == 128
+    assert extents.allocate(1, from_end=True) is None
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -70,7 +82,7 @@ def test_random_programme_never_overlaps_and_ends_whole(seed):
             extents.free(offset)
         else:
             size = rng.choice([1, 100, 128, 500, 2000])
-            offset = extents.allocate(size)
+            offset = extents.allocate(size, from_end=rng.random() < 0.3)
             blocks = aligned(size) // 128
             free_run = max(
                 len(run) for run in "".join(".#"[o is not None] for o in owner).split("#")
