@@ -48,7 +48,7 @@ def pack_adapter(weights: AdapterWeights, dtype: torch.dtype, pinned: bool) -> P
         size += aligned(module.a.numel() * dtype.itemsize)
         b_offsets.append(size)
         size += aligned(module.b.numel() * dtype.itemsize)
-    buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, pin_memory=pinned)
+    buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def place(factor: torch.Tensor, offset: int) -> torch.Tensor:
         start = offset // dtype.itemsize
