@@ -48,6 +48,7 @@ def sequence_of(engine: Engine, request_id: str) -> Sequence:
 
 def kv_cache(engine: Engine) -> torch.Tensor:
     """[pages, page size, all of a token], a copy."""
+    engine._scope.wait()  # its stream is not the one that copies here
     (cache,) = engine.memory.kv_cache.tensors().values()  # [2, layers, pages, page size, …]
     return cache.permute(2, 3, 0, 1, 4, 5).flatten(2).cpu().clone()
 

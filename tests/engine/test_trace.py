@@ -1,12 +1,13 @@
 """nvtx ranges: off by default and then free, on when asked for."""
 
-import nvtx
 import pytest
 
 from engine import Engine, SamplingParams
 from engine.trace import Trace
 from tests.random_adapters import save_adapter
 from tests.tiny_models import build_model, save_model
+
+nvtx = pytest.importorskip("nvtx")
 
 SIZES = {
     "device": "cpu",
