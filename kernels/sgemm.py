@@ -386,8 +386,7 @@ def sgemm_b_torch(
     total = int(seg_indptr[-1])
     s = torch.zeros(shrunk.shape[1:], dtype=torch.float32, device=y.device)  # by row
     s[pair_row[:total]] = shrunk[:, :total].sum(0)
-    # y + -0.0 keeps every bit of y
-    delta = torch.full(y.shape, -0.0, dtype=torch.float32, device=y.device)
+    delta = torch.full(y.shape, -0.0, dtype=torch.float32, device=y.device)  # -0.0 keeps y's bits
     tables = (lora_ranks, seg_indptr, weight_indices, pair_row.long(), num_segments)
     for _, rows, slot, stacked, address, rank in walk_segments(b_ptrs, *tables):
         b = weight_view(arena, address, slice_sizes[stacked], rank)  # [N, rank]
