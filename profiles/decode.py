@@ -18,6 +18,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,14 @@ def main() -> None:
     bandwidth = read_bandwidth(device) if device.type == "cuda" else None
     if bandwidth:
         print(f"{torch.cuda.get_device_name()}: reads {bandwidth / 1e12:.2f} TB/s")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {
+        "benchmark": "decode",
+        **provenance(options.commit),
+        "graphs": options.graphs,
+        "read_bandwidth_tb_per_s": bandwidth and round(bandwidth / 1e12, 3),
+        "rows": rows,
+    }
     print(
         f"{'model':<8} {'case':<5} {'batch':>5} {'ms/step':>8} {'replay':>8} {'GB':>7} "
         f"{'limit ms':>9} {'ratio':>6}"
@@ -62,19 +70,11 @@ def main() -> None:
                 }
             for lora in (True, False):
                 cases = [case for case in options.adapters if (case != "off") == lora]
-                if cases:
-                    rows += _measure(
-                        name, checkpoint, cases, paths if lora else {}, options, bandwidth
-                    )
-    result = {
-        "benchmark": "decode",
-        **provenance(options.commit),
-        "graphs": options.graphs,
-        "read_bandwidth_tb_per_s": bandwidth and round(bandwidth / 1e12, 3),
-        "rows": rows,
-    }
-    if options.output:
-        write_result(RESULTS / options.output, result)
+                used = paths if lora else {}
+                for row in _measure(name, checkpoint, cases, used, options, bandwidth):
+                    rows.append(row)
+                    if options.output:  # after every row: what was measured is kept
+                        write_result(RESULTS / options.output, result)
     print(json.dumps(result))
 
 
@@ -85,11 +85,12 @@ def _measure(
     paths: dict[str, Path],
     options: argparse.Namespace,
     bandwidth: float | None,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
+    if not cases:
+        return
     largest = max(options.batch)
     tokens = PROMPT_TOKENS + LONG
     start = time.perf_counter()
-    rows = []
     with Engine(
         checkpoint,
         adapters=paths,
@@ -137,8 +138,7 @@ def _measure(
                     f"{row.get('limit_ms', 0):>9.3f} {row.get('ratio', 0):>6.2f}",
                     flush=True,
                 )
-                rows.append(row)
-    return rows
+                yield row
 
 
 def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
