@@ -69,7 +69,11 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine started; `capture_seconds` and `capture_bytes` are of the graphs."""
+    """Counts since the engine started; `capture_seconds` and `capture_bytes` are of the graphs.
+
+    `host_to_device_copies` are the uploads of requests, pages, chunks and batches; what an adapter
+    takes to the device is counted in `adapter_loads`.
+    """
 
     graphs: str
     captured_batch_sizes: tuple[int, ...]

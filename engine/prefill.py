@@ -42,12 +42,9 @@ class Prefill:
         drawing = [chunk for chunk in chunks if chunk.draws]
         tokens = sum(chunk.count for chunk in chunks)
         scored = any(_scores(chunk.sequence) for chunk in chunks)
-        logit_rows = len(drawing)
-        if scored:
-            logit_rows = min(max(tokens, 1), self._memory.workspace.logits.shape[0])
-        buffers = self._memory.prefill_buffers(
-            tokens, len(chunks), max(logit_rows, len(drawing)), len(drawing)
-        )
+        most_rows = self._memory.workspace.logits.shape[0]
+        logit_rows = min(tokens, most_rows) if scored else len(drawing)
+        buffers = self._memory.prefill_buffers(tokens, len(chunks), logit_rows, len(drawing))
         self._memory.staging.upload(self._pack(chunks, drawing), buffers.packed)
         self._forward(buffers, max(chunk.count for chunk in chunks))
         self.chunks_run += 1

@@ -8,8 +8,6 @@ import torch
 from engine.errors import RequestError
 from engine.shown import shown
 
-__all__ = ["Prompt", "as_prompts", "as_token_ids", "one_each", "shown"]
-
 Prompt = str | Items[int]
 
 

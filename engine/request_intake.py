@@ -8,9 +8,10 @@ from collections.abc import Iterable
 
 from engine.errors import RequestError
 from engine.outputs import RequestMetrics
-from engine.prompts import Prompt, as_token_ids, shown
+from engine.prompts import Prompt, as_token_ids
 from engine.request import Request, as_int64
 from engine.sampling_params import SamplingParams
+from engine.shown import shown
 from engine.tokenizer import Tokenizer
 
 

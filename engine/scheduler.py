@@ -41,6 +41,11 @@ class StepPlan:
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
 
+    @property
+    def suspects(self) -> list[Sequence]:
+        """Who is to blame first, should this step fail: the newest."""
+        return self.admitted or [chunk.sequence for chunk in self.prefill] or self.decode
+
 
 class Scheduler:
     """Continuous batching over request slots and KV pages, first come first served."""
@@ -103,6 +108,11 @@ class Scheduler:
             return
         self.running.remove(sequence)
         self._give_back(sequence)
+
+    def restart(self) -> None:
+        """Send back all that run, in their order: what was launched for them is lost."""
+        for sequence in reversed(self.running.copy()):
+            self._send_back(sequence)
 
     def key_pages(self, sequence: Sequence) -> None:
         """Name the pages that known tokens have filled, for reuse of equal prefixes."""
@@ -167,12 +177,16 @@ class Scheduler:
             del sequence.pages[keep:]
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Send a sequence back to the head of the queue; its KV is computed again later."""
-        self.running.remove(sequence)
-        self._give_back(sequence)
-        self.waiting.appendleft(sequence)
+        self._send_back(sequence)
         sequence.request.metrics.preemptions += 1
         self.preemptions += 1
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """To the head of the queue: its KV is computed again later, from the tokens known."""
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.launched = len(sequence.output_ids)
+        self.waiting.appendleft(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -104,7 +104,7 @@ class StepLoop:
                 self._collect()  # rows of ended sequences: nobody waits for them
         except BaseException as error:
             self._recover(plan, error)
-            if plan is None or isinstance(error, EngineError) or not isinstance(error, Exception):
+            if plan is None or not _is_a_requests_fault(error):
                 raise
 
     def _collect(self, count: int | None = None) -> None:
@@ -146,14 +146,10 @@ class StepLoop:
             with suppress(Exception):
                 flight.readback.wait()  # its buffer is free again
         self._in_flight.clear()
-        if plan is not None and self._isolating and not isinstance(error, EngineError):
-            suspects = plan.admitted or [chunk.sequence for chunk in plan.prefill] or plan.decode
-            for sequence in suspects if isinstance(error, Exception) else ():
+        if plan is not None and self._isolating and _is_a_requests_fault(error):
+            for sequence in plan.suspects:
                 self.end(sequence.request, _broken(sequence.request, error))
-        for sequence in reversed(self._scheduler.running.copy()):
-            self._scheduler.release(sequence)
-            sequence.launched = len(sequence.output_ids)
-            self._scheduler.waiting.appendleft(sequence)
+        self._scheduler.restart()
         self._isolating = True
 
     def _end_abandoned(self) -> None:
@@ -171,6 +167,11 @@ class StepLoop:
     def _note(self, request: Request) -> None:
         if request.for_step:
             self._advanced[request] = None
+
+
+def _is_a_requests_fault(error: BaseException) -> bool:
+    """Else it is the engine's own, such as a CaptureError, or an interrupt: the caller's to see."""
+    return isinstance(error, Exception) and not isinstance(error, EngineError)
 
 
 def _broken(request: Request, error: BaseException) -> EngineError:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memory.adapter_tables import AdapterTables, TableEntry
+from memory.adapter_tables import AdapterTables
 from memory.extents import ExtentAllocator, aligned
 from memory.lora_targets import SERVED
 from memory.model_dims import ModelDims
@@ -141,30 +141,22 @@ class AdapterStore:
     def synthetic(self) -> Iterator[None]:
         """Every slot holds an adapter of the largest rank on every module, made of whatever the
         arena holds: kernels warm up as they will run. Restores the tables on leaving."""
-        with self._tables_kept():
-            rank = min(self._max_lora_rank, self._synthetic_rank())
-            address = self.arena_address
-            entries = [
-                TableEntry(layer, target, rank, 0.0, address, address)
-                for layer in range(self._dims.num_layers)
-                for target in SERVED
-            ]
-            for slot in range(self.tables.max_loras):
-                self.tables.write_slot(slot, entries)
+        rank = min(self._max_lora_rank, self._synthetic_rank())
+        with self.zeroed():
+            for target in SERVED:
+                self.tables.a_ptrs[:, target].fill_(self.arena_address)
+                self.tables.b_ptrs[:, target].fill_(self.arena_address)
+                self.tables.lora_ranks[:, target].fill_(rank)
             yield
 
     @contextmanager
     def zeroed(self) -> Iterator[None]:
-        """No slot holds anything, as a graph must see it while it is recorded."""
-        with self._tables_kept():
-            for tensor in self.tables.tensors().values():
-                tensor.zero_()
-            yield
-
-    @contextmanager
-    def _tables_kept(self) -> Iterator[None]:
+        """No slot holds anything, as a graph must see it while it is recorded. Restores the
+        tables on leaving."""
         kept = {name: tensor.clone() for name, tensor in self.tables.tensors().items()}
         try:
+            for tensor in self.tables.tensors().values():
+                tensor.zero_()
             yield
         finally:
             for name, tensor in self.tables.tensors().items():
