@@ -1,0 +1,393 @@
+"""Expert LoRA of few rows, second half of down: B a added to each pair, then the weighted sum.
+
+The delta never exists in memory: it is one more term of the sum that `moe_combine` takes anyway.
+A program holds some columns of one row and reads the B of all the row's pairs at once, so that
+the time of a row is that of one pair. `moe_lora_pairs` says where things lie.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.lora_segments import weight_view
+from kernels.moe_combine import add_pair, add_shared
+from kernels.moe_lora_pairs import (
+    PAIR_TABLES,
+    as_weights,
+    check_pairs,
+    check_rows,
+    columns_a_program,
+    load_b,
+    sum_splits,
+    walk_pairs,
+)
+from kernels.op import define_op
+
+
+@triton.jit
+def _weighted(
+    shrunk, pairs, ranks, factors, r, split_stride, SPLITS: tl.constexpr, STRIDE: tl.constexpr
+):
+    """[pairs, r] float32: each pair's sum over splits at r, times its factor; 0 beyond its rank."""
+    places = pairs.to(tl.int64)[:, None] * STRIDE + r[None, :]
+    mask = r[None, :] < ranks[:, None]
+    return sum_splits(shrunk, places, mask, split_stride, SPLITS) * factors[:, None]
+
+
+@triton.jit
+def _delta(
+    shrunk,
+    pairs,
+    ranks,
+    factors,
+    split_stride,
+    b,
+    widest,
+    n,
+    inside,
+    SPLITS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """[BLOCK_N] float32: sum over pairs p and rank indices r of B_p[n, r] * weighted[p, r]."""
+    acc = tl.zeros([BLOCK_P, BLOCK_N, BLOCK_R], tl.float32)
+    for first_rank in range(0, widest, BLOCK_R):
+        r = first_rank + tl.arange(0, BLOCK_R)
+        s = _weighted(shrunk, pairs, ranks, factors, r, split_stride, SPLITS, STRIDE)
+        # As in `load_b`, for all pairs together: one odd rank among them and none is vectorised.
+        if tl.max(ranks % VECTOR) == 0:
+            strides = ranks // VECTOR * VECTOR
+            places = n[None, :, None] * strides[:, None, None] + r[None, None, :]
+            mask = inside[None, :, None] & (r[None, None, :] < strides[:, None, None])
+            block = tl.load(b[:, None, None] + places, mask=mask, other=0.0)
+        else:
+            places = n[None, :, None] * ranks[:, None, None] + r[None, None, :]
+            mask = inside[None, :, None] & (r[None, None, :] < ranks[:, None, None])
+            block = tl.load(b[:, None, None] + places, mask=mask, other=0.0)
+        acc += block.to(tl.float32) * s[:, None, :]  # [BLOCK_P, BLOCK_N, BLOCK_R]
+    return tl.sum(tl.sum(acc, axis=2), axis=0)
+
+
+@triton.jit
+def _shared_delta(
+    shrunk,
+    pairs,
+    ranks,
+    factors,
+    split_stride,
+    b,
+    rank,
+    n,
+    inside,
+    SPLITS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """[BLOCK_N] float32: the same with one B of that rank: first over pairs, then B once."""
+    acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    for first_rank in range(0, rank, BLOCK_R):
+        r = first_rank + tl.arange(0, BLOCK_R)
+        s = _weighted(shrunk, pairs, ranks, factors, r, split_stride, SPLITS, STRIDE)
+        acc += load_b(b, n, r, rank, inside, VECTOR) * tl.sum(s, axis=0)[None, :]
+    return tl.sum(acc, axis=1)
+
+
+@triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=PAIR_TABLES)
+def _moe_lora_down_kernel(
+    down,
+    shrunk,
+    arena,
+    b_ptrs,
+    lora_ranks,
+    scalings,
+    outer_ptrs,
+    outer_ranks,
+    row_adapter,
+    adapter_enabled,
+    topk_ids,
+    topk_weights,
+    shared,
+    shared_gate,
+    out,
+    split_rows,
+    shared_stride,
+    gate_stride,
+    HIDDEN: tl.constexpr,
+    DOWN_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHRUNK_STRIDE: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < HIDDEN
+    slot = tl.load(row_adapter + row)
+    known = (slot >= 0) & (slot < MAX_LORAS)
+    j = tl.arange(0, BLOCK_P)
+    pairs = row * TOP_K + j
+    experts = tl.load(topk_ids + pairs, mask=j < TOP_K, other=-1)  # [BLOCK_P]
+    enabled = tl.load(adapter_enabled + slot, mask=known, other=0)
+    chosen = known & (experts >= 0) & (experts < NUM_EXPERTS)
+    entries = slot * NUM_EXPERTS + experts
+    ranks = tl.load(lora_ranks + entries, mask=chosen, other=0)
+    ranks = tl.where(enabled != 0, ranks, 0)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for i in tl.static_range(TOP_K):
+        pair = row * TOP_K + i
+        expert = tl.load(topk_ids + pair)
+        weight = tl.load(topk_weights + pair)
+        source = down + pair * DOWN_STRIDE + n
+        value = tl.load(source, mask=inside & (expert >= 0), other=0.0).to(tl.float32)
+        total = add_pair(total, expert, weight, value)
+    widest = tl.max(ranks)
+    if widest > 0:
+        factors = tl.load(scalings + entries, mask=chosen, other=0.0)
+        factors *= tl.load(topk_weights + pairs, mask=chosen, other=0.0)
+        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
+        outer_rank = 0
+        if outer_ranks is not None:
+            outer_rank = tl.load(outer_ranks + slot)
+        if outer_rank > 0:
+            total += _shared_delta(
+                shrunk,
+                pairs,
+                ranks,
+                factors,
+                split_stride,
+                as_weights(tl.load(outer_ptrs + slot), arena),
+                outer_rank,
+                n,
+                inside,
+                SPLITS,
+                SHRUNK_STRIDE,
+                VECTOR,
+                BLOCK_N,
+                BLOCK_R,
+            )
+        else:
+            total += _delta(
+                shrunk,
+                pairs,
+                ranks,
+                factors,
+                split_stride,
+                as_weights(tl.load(b_ptrs + entries, mask=chosen, other=0), arena),
+                widest,
+                n,
+                inside,
+                SPLITS,
+                SHRUNK_STRIDE,
+                VECTOR,
+                BLOCK_P,
+                BLOCK_N,
+                BLOCK_R,
+            )
+    total = add_shared(total, shared, shared_stride, shared_gate, gate_stride, row, n, inside)
+    tl.store(out + row * OUT_STRIDE + n, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _check(
+    down: torch.Tensor,
+    shrunk: torch.Tensor,
+    arena: torch.Tensor,
+    b_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    scalings: torch.Tensor,
+    outer_ptrs: torch.Tensor | None,
+    outer_ranks: torch.Tensor | None,
+    row_adapter: torch.Tensor,
+    adapter_enabled: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    max_rank: int,
+    out: torch.Tensor,
+) -> None:
+    check_pairs(
+        arena,
+        b_ptrs,
+        lora_ranks,
+        scalings,
+        outer_ptrs,
+        outer_ranks,
+        row_adapter,
+        adapter_enabled,
+        topk_ids,
+        max_rank,
+        shrunk,
+    )
+    assert b_ptrs.shape[0] == 1, f"{b_ptrs.shape[0]} slices, not down alone"
+    assert (outer_ptrs is None) == (outer_ranks is None), "outer_ptrs and outer_ranks go together"
+    assert shared is not None or shared_gate is None, "shared_gate without shared"
+    num_tokens, hidden = out.shape
+    assert num_tokens == len(topk_ids), f"out has {num_tokens} rows, topk_ids {len(topk_ids)}"
+    check_rows("out", out, (num_tokens, hidden))
+    check_rows("down", down, (topk_ids.numel(), hidden))
+    if shared is not None:
+        check_rows("shared", shared, (num_tokens, hidden))
+    if shared_gate is not None:
+        check_rows("shared_gate", shared_gate, (num_tokens, 1))
+    assert topk_weights.dtype == torch.float32, f"topk_weights is {topk_weights.dtype}, not float32"
+    assert topk_weights.shape == topk_ids.shape, (
+        f"topk_weights has shape {tuple(topk_weights.shape)}, not {tuple(topk_ids.shape)}"
+    )
+    assert topk_weights.is_contiguous(), "topk_weights is not contiguous"
+
+
+def moe_lora_down_triton(
+    down: torch.Tensor,
+    shrunk: torch.Tensor,
+    arena: torch.Tensor,
+    b_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    scalings: torch.Tensor,
+    outer_ptrs: torch.Tensor | None,
+    outer_ranks: torch.Tensor | None,
+    row_adapter: torch.Tensor,
+    adapter_enabled: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    max_rank: int,
+    out: torch.Tensor,
+) -> None:
+    """out[t] = sum_j w_j (down[t k + j] + s_j B_j a_j) (+ shared[t] * sigmoid(shared_gate[t])).
+
+    down [P, H], topk_weights w float32[T, k], shared [T, H] and shared_gate [T, 1] or None as in
+    `moe_combine`, whose bits rows without a delta get; out [T, H] (written). a_j is the sum over
+    splits of shrunk[:, p]. Pairs of id -1 are skipped and may hold NaN. Summed in float32: the
+    base's terms in the order of j, then the deltas', then the shared part, rounded once. Where
+    outer_ranks is not 0, B is read once a row, for the sum of w_j s_j a_j over the pairs whose
+    expert the slot has. Moves (P + T) * H elements, and rank * H of B for every pair with a rank.
+    Raises AssertionError on other shapes, dtypes or strides.
+    """
+    _check(
+        down,
+        shrunk,
+        arena,
+        b_ptrs,
+        lora_ranks,
+        scalings,
+        outer_ptrs,
+        outer_ranks,
+        row_adapter,
+        adapter_enabled,
+        topk_ids,
+        topk_weights,
+        shared,
+        shared_gate,
+        max_rank,
+        out,
+    )
+    (num_tokens, hidden), (_, max_loras, num_experts) = out.shape, b_ptrs.shape
+    top_k = topk_ids.shape[1]
+    block_p = triton.next_power_of_2(top_k)
+    block_r = min(16, max(4, triton.next_power_of_2(max_rank)))
+    block_n = columns_a_program(num_tokens, hidden, 16, max(16, min(128, 512 // block_p)))
+    _moe_lora_down_kernel[(num_tokens, triton.cdiv(hidden, block_n))](
+        down,
+        shrunk,
+        arena,
+        b_ptrs,
+        lora_ranks,
+        scalings,
+        outer_ptrs,
+        outer_ranks,
+        row_adapter,
+        adapter_enabled,
+        topk_ids,
+        topk_weights,
+        shared,
+        shared_gate,
+        out,
+        shrunk.stride(0) // shrunk.stride(1),
+        0 if shared is None else shared.stride(0),
+        0 if shared_gate is None else shared_gate.stride(0),
+        HIDDEN=hidden,
+        DOWN_STRIDE=down.stride(0),
+        OUT_STRIDE=out.stride(0),
+        SPLITS=shrunk.shape[0],
+        SHRUNK_STRIDE=shrunk.stride(1),
+        MAX_LORAS=max_loras,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        VECTOR=16 // arena.element_size(),
+        BLOCK_P=block_p,
+        BLOCK_N=block_n,
+        BLOCK_R=block_r,
+        num_warps=4,
+    )
+
+
+def moe_lora_down_torch(
+    down: torch.Tensor,
+    shrunk: torch.Tensor,
+    arena: torch.Tensor,
+    b_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    scalings: torch.Tensor,
+    outer_ptrs: torch.Tensor | None,
+    outer_ranks: torch.Tensor | None,
+    row_adapter: torch.Tensor,
+    adapter_enabled: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    max_rank: int,
+    out: torch.Tensor,
+) -> None:
+    """Torch twin of `moe_lora_down_triton`; a shared B is read through the table of each pair."""
+    _check(
+        down,
+        shrunk,
+        arena,
+        b_ptrs,
+        lora_ranks,
+        scalings,
+        outer_ptrs,
+        outer_ranks,
+        row_adapter,
+        adapter_enabled,
+        topk_ids,
+        topk_weights,
+        shared,
+        shared_gate,
+        max_rank,
+        out,
+    )
+    top_k, hidden = topk_ids.shape[1], out.shape[1]
+    addresses, ranks, factors = b_ptrs[0].tolist(), lora_ranks[0].tolist(), scalings[0].tolist()
+    weights = topk_weights.flatten().tolist()
+    sums = shrunk[0] if len(shrunk) == 1 else shrunk.sum(0)  # [P, max_rank]
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for j in range(top_k):
+        value = topk_weights[:, j, None] * down[j::top_k].float()  # [T, H]
+        total = torch.where(topk_ids[:, j, None] >= 0, total + value, total)
+    for pair, slot, expert in walk_pairs(row_adapter, adapter_enabled, topk_ids):
+        rank = ranks[slot][expert] if expert >= 0 else 0
+        if rank:
+            b = weight_view(arena, addresses[slot][expert], hidden, rank)  # [H, rank]
+            factor = weights[pair] * factors[slot][expert]
+            total[pair // top_k] += factor * (b @ sums[pair, :rank])
+    if shared is not None:
+        part = shared.float()
+        total += part if shared_gate is None else part * torch.sigmoid(shared_gate.float())
+    out.copy_(total)
+
+
+moe_lora_down = define_op(moe_lora_down_triton, moe_lora_down_torch, mutates=("out",))
