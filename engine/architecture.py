@@ -12,9 +12,17 @@ import torch
 
 from engine.config_reader import ConfigReader
 from engine.model_family import read_activation, read_family, read_layer_windows
+from engine.moe_config import read_moe
 from engine.neutral_config_keys import NEUTRAL_CONFIG_KEYS
 from engine.rope_config import RopeConfig, read_rope
-from memory.lora_targets import Target
+from memory.lora_targets import (
+    ATTENTION_TARGETS,
+    EXPERT_TARGETS,
+    MLP_TARGETS,
+    SHARED_EXPERT_TARGETS,
+    Target,
+)
+from memory.model_dims import MoEDims
 
 __all__ = ["Architecture", "RopeConfig"]
 
@@ -25,7 +33,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder of the Llama shape; what differs between families is a field."""
+    """A decoder of the Llama shape, dense or with experts; what differs between families is a
+    field."""
 
     name: str
     vocab_size: int
@@ -42,7 +51,11 @@ class Architecture:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: bool  # of each head by itself
+    row_qk_norm: bool  # of all query heads together, and of all key heads
+    clip_qkv: float | None  # queries, keys and values are clamped to this size
+    moe: MoEDims | None
+    renormalize_routing: bool  # the chosen experts' weights sum to 1
     tie_word_embeddings: bool
     max_position: int
     rope: RopeConfig
@@ -83,6 +96,15 @@ class Architecture:
             config.refuse("head_dim", accepted)
         max_position = config.integer("max_position_embeddings")
         attention_bias = family.has_attention_bias and config.flag("attention_bias")
+        qkv_bias = family.qkv_bias or attention_bias
+        if family.has_qkv_bias_flag:
+            qkv_bias = config.flag("qkv_bias", True)
+        renormalizes = family.moe is not None and family.moe.always_renormalizes
+        if family.moe is not None and not renormalizes:
+            renormalizes = config.flag("norm_topk_prob")
+        clip_qkv = None
+        if family.has_clip_qkv and config.value("clip_qkv") is not None:
+            clip_qkv = config.number("clip_qkv")
         result = cls(
             name=name,
             vocab_size=config.integer("vocab_size"),
@@ -93,13 +115,17 @@ class Architecture:
             head_dim=head_dim,
             intermediate_size=config.integer("intermediate_size"),
             activation=read_activation(config, family),
-            norm_eps=config.number("rms_norm_eps", 1e-6),
+            norm_eps=config.number("rms_norm_eps", family.default_norm_eps),
             norm_weight_offset=family.norm_weight_offset,
             embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
-            qkv_bias=family.qkv_bias or attention_bias,
+            qkv_bias=qkv_bias,
             o_bias=attention_bias,
             mlp_bias=family.has_mlp_bias and config.flag("mlp_bias"),
             qk_norm=family.qk_norm,
+            row_qk_norm=family.row_qk_norm,
+            clip_qkv=clip_qkv,
+            moe=read_moe(config, family.moe, num_layers) if family.moe else None,
+            renormalize_routing=renormalizes,
             tie_word_embeddings=config.flag("tie_word_embeddings", family.default_tied),
             max_position=max_position,
             rope=read_rope(config, max_position),
@@ -115,23 +141,56 @@ class Architecture:
         """The embedding's factor as transformers applies it: rounded to the running dtype."""
         return float(torch.tensor(self.embedding_scale, dtype=torch.float64).to(dtype))
 
+    @property
+    def num_experts(self) -> int:
+        """Of each layer that has experts; 0 for a dense model."""
+        return self.moe.num_experts if self.moe else 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return self.moe is not None and self.moe.sparse_layers[layer]
+
+    def layer_targets(self, layer: int) -> tuple[Target, ...]:
+        """The linear layers of `layer`."""
+        if not self.is_sparse(layer):
+            return ATTENTION_TARGETS + MLP_TARGETS
+        assert self.moe is not None
+        shared = SHARED_EXPERT_TARGETS if self.moe.shared_intermediate_size else ()
+        return ATTENTION_TARGETS + (Target.ROUTER, *shared) + EXPERT_TARGETS
+
+    def has_target(self, target: Target, layer: int) -> bool:
+        """Whether `layer` has the linear layer that `target` names."""
+        return target in self.layer_targets(layer)
+
     def target_shape(self, target: Target) -> tuple[int, int]:
         """(out, in) of the linear layer an adapter touches; KeyError if the model has none."""
-        q_size, kv_size = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            Target.Q_PROJ: (q_size, self.hidden_size),
-            Target.K_PROJ: (kv_size, self.hidden_size),
-            Target.V_PROJ: (kv_size, self.hidden_size),
-            Target.O_PROJ: (self.hidden_size, q_size),
-            Target.GATE_PROJ: (self.intermediate_size, self.hidden_size),
-            Target.UP_PROJ: (self.intermediate_size, self.hidden_size),
-            Target.DOWN_PROJ: (self.hidden_size, self.intermediate_size),
-            Target.EMBED_TOKENS: (self.vocab_size, self.hidden_size),
-            Target.LM_HEAD: (self.vocab_size, self.hidden_size),
-        }[target]
+        hidden, q_size = self.hidden_size, self.num_q_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
+        shapes = {
+            Target.Q_PROJ: (q_size, hidden),
+            Target.K_PROJ: (kv_size, hidden),
+            Target.V_PROJ: (kv_size, hidden),
+            Target.O_PROJ: (hidden, q_size),
+            Target.GATE_PROJ: (self.intermediate_size, hidden),
+            Target.UP_PROJ: (self.intermediate_size, hidden),
+            Target.DOWN_PROJ: (hidden, self.intermediate_size),
+            Target.EMBED_TOKENS: (self.vocab_size, hidden),
+            Target.LM_HEAD: (self.vocab_size, hidden),
+        }
+        if self.moe is not None:
+            width, shared = self.moe.intermediate_size, self.moe.shared_intermediate_size
+            shapes[Target.ROUTER] = (self.moe.num_experts, hidden)
+            shapes[Target.EXPERT_GATE_PROJ] = shapes[Target.EXPERT_UP_PROJ] = (width, hidden)
+            shapes[Target.EXPERT_DOWN_PROJ] = (hidden, width)
+            if shared:
+                shapes[Target.SHARED_GATE_PROJ] = shapes[Target.SHARED_UP_PROJ] = (shared, hidden)
+                shapes[Target.SHARED_DOWN_PROJ] = (hidden, shared)
+                shapes[Target.SHARED_EXPERT_GATE] = (1, hidden)
+        return shapes[target]
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's canonical name and shape; a tied head is not a parameter."""
+        """Every parameter's canonical name and shape; a tied head is not a parameter. Each
+        expert's weights have names of their own."""
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab_size, self.hidden_size),
             "model.norm.weight": (self.hidden_size,),
@@ -139,31 +198,39 @@ class Architecture:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
         for layer in range(self.num_layers):
-            for key, shape in self._layer_shapes().items():
+            for key, shape in self._layer_shapes(layer).items():
                 shapes[f"model.layers.{layer}.{key}"] = shape
         return shapes
 
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (self.hidden_size,),
             "post_attention_layernorm.weight": (self.hidden_size,),
         }
         if self.qk_norm:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        for target, has_bias in (
-            (Target.Q_PROJ, self.qkv_bias),
-            (Target.K_PROJ, self.qkv_bias),
-            (Target.V_PROJ, self.qkv_bias),
-            (Target.O_PROJ, self.o_bias),
-            (Target.GATE_PROJ, self.mlp_bias),
-            (Target.UP_PROJ, self.mlp_bias),
-            (Target.DOWN_PROJ, self.mlp_bias),
-        ):
-            block = "self_attn" if target <= Target.O_PROJ else "mlp"
-            shapes[f"{block}.{target.name.lower()}.weight"] = self.target_shape(target)
-            if has_bias:
-                shapes[f"{block}.{target.name.lower()}.bias"] = self.target_shape(target)[:1]
+        elif self.row_qk_norm:
+            shapes["self_attn.q_norm.weight"] = self.target_shape(Target.Q_PROJ)[:1]
+            shapes["self_attn.k_norm.weight"] = self.target_shape(Target.K_PROJ)[:1]
+        has_bias = dict.fromkeys(ATTENTION_TARGETS, self.qkv_bias)
+        has_bias |= dict.fromkeys(MLP_TARGETS, self.mlp_bias)
+        has_bias[Target.O_PROJ] = self.o_bias
+        for target in self.layer_targets(layer):
+            for path in weight_paths(target, self.num_experts):
+                shapes[f"{path}.weight"] = self.target_shape(target)
+                if has_bias.get(target):
+                    shapes[f"{path}.bias"] = self.target_shape(target)[:1]
         return shapes
+
+
+def weight_paths(target: Target, num_experts: int) -> list[str]:
+    """The canonical modules of a target within a layer: one, or one per expert."""
+    if target in ATTENTION_TARGETS:
+        return [f"self_attn.{target.module_name}"]
+    if target in EXPERT_TARGETS:
+        name = target.module_name.removeprefix("experts.")
+        return [f"mlp.experts.{expert}.{name}" for expert in range(num_experts)]
+    return [f"mlp.{target.module_name}"]
 
 
 def read_token_ids(config: ConfigReader, key: str, default: int | None) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import torch
 from engine.architecture import Architecture, read_token_ids
 from engine.config_reader import ConfigReader
 from engine.errors import CheckpointError
+from engine.expert_source import ExpertSource
 from engine.gguf_rope import recognise_rope
 from engine.gguf_source import GGUFSource
 from engine.json_file import read_json
@@ -106,7 +107,8 @@ def _open_directory(path: Path) -> Checkpoint:
     source = SafetensorsSource(path)
     if architecture.tie_word_embeddings and not _head_is_embedding(source):
         architecture = replace(architecture, tie_word_embeddings=False)
-    check_weights(architecture, source, str(path))
+    weights: WeightSource = ExpertSource(source) if architecture.moe else source
+    check_weights(architecture, weights, str(path))
     eos = set(architecture.eos_token_ids)
     if generation_file.is_file():
         generation = ConfigReader(_read_json(generation_file), str(generation_file))
@@ -114,7 +116,7 @@ def _open_directory(path: Path) -> Checkpoint:
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
     return Checkpoint(
         architecture=architecture,
-        source=source,
+        source=weights,
         path=str(path),
         tokenizer_source=TokenizerSource(str(path)) if has_tokenizer else None,
         eos_token_ids=tuple(sorted(eos)),

@@ -57,7 +57,9 @@ class DecodeStep:
             buffers.partial_out,
             buffers.partial_lse,
         )
-        tokens = StepTokens(buffers.token_ids, buffers.positions, buffers.kv_slots)
+        tokens = StepTokens(
+            buffers.token_ids, buffers.positions, buffers.kv_slots, row_mask=buffers.seq_lens
+        )
         self._decoder.forward(tokens, attention, lora, memory.kv_cache, ws)
         self._decoder.logits(ws.hidden, ws.logits)
         with self._trace.range("sample"):

@@ -11,8 +11,9 @@ import torch
 from engine.architecture import Architecture
 from engine.attention import Attention
 from engine.checkpoint import WeightSource
-from engine.decoder_weights import DecoderWeights, LayerWeights, Projection
-from engine.lora_delta import LoRADelta
+from engine.decoder_weights import DecoderWeights, LayerWeights, SparseMLP
+from engine.lora_delta import LoRADelta, project
+from engine.mixture import run_mixture
 from engine.rotary_table import rotary_table
 from kernels.activation import gated_activation
 from kernels.embedding import embed
@@ -26,11 +27,13 @@ from memory.workspace import Workspace
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens of one pass, T rows; int32 [T]: ids, positions, and where K and V go."""
+    """The tokens of one pass, T rows; int32 [T]: ids, positions, and where K and V go; rows whose
+    `row_mask` is 0 are padding (None: there are none)."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     kv_slots: torch.Tensor
+    row_mask: torch.Tensor | None
 
 
 class Decoder:
@@ -67,9 +70,12 @@ class Decoder:
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             self._attend(index, layer, tokens, attention, lora, cache, ws)
             add_rms_norm(ws.delta, ws.residual, layer.post_attention_norm, *norm, ws.hidden)
-            project(ws.hidden, layer.gate_up, index, Target.GATE_PROJ, lora, ws.gate_up)
-            gated_activation(ws.gate_up, a.activation, ws.activated)
-            project(ws.activated, layer.down, index, Target.DOWN_PROJ, lora, ws.delta)
+            if isinstance(layer.mlp, SparseMLP):
+                run_mixture(index, layer.mlp, a, tokens.row_mask, lora, ws)
+            else:
+                project(ws.hidden, layer.mlp.gate_up, index, Target.GATE_PROJ, lora, ws.gate_up)
+                gated_activation(ws.gate_up, a.activation, ws.activated)
+                project(ws.activated, layer.mlp.down, index, Target.DOWN_PROJ, lora, ws.delta)
             add_rms_norm(ws.delta, ws.residual, next_norm, *norm, ws.hidden)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
@@ -88,10 +94,17 @@ class Decoder:
     ) -> None:
         a = self.architecture
         project(ws.hidden, layer.qkv, index, Target.Q_PROJ, lora, ws.qkv)
+        if a.row_qk_norm:
+            q, k, _ = ws.qkv.split(layer.qkv.slice_sizes, dim=1)
+            for part, weight in ((q, layer.q_norm), (k, layer.k_norm)):
+                assert weight is not None
+                rms_norm(part, weight, a.norm_eps, a.norm_weight_offset, part)
+        if a.clip_qkv is not None:
+            torch.clamp(ws.qkv, -a.clip_qkv, a.clip_qkv, out=ws.qkv)
         rotary_kv_write(
             ws.qkv,
-            layer.q_norm,
-            layer.k_norm,
+            layer.q_norm if a.qk_norm else None,
+            layer.k_norm if a.qk_norm else None,
             a.norm_eps,
             a.norm_weight_offset,
             self._cos_sin,
@@ -111,17 +124,3 @@ class Decoder:
             ws.attended,
         )
         project(ws.attended, layer.o, index, Target.O_PROJ, lora, ws.delta)
-
-
-def project(
-    x: torch.Tensor,
-    projection: Projection,
-    layer: int,
-    first: Target,
-    lora: LoRADelta | None,
-    out: torch.Tensor,
-) -> None:
-    """`out` [T, N] = x Wᵀ + bias, then each row's own adapter on top, in place."""
-    linear(x, projection.weight, projection.bias, out)
-    if lora is not None:
-        lora.add(layer, first, projection.slice_sizes, x, out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.architecture import Architecture
+from engine.architecture import Architecture, weight_paths
 from engine.checkpoint import WeightSource
 from memory.lora_targets import Target
 
@@ -23,6 +23,26 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class DenseMLP:
+    """`down(f(gate x) · up x)`; gate and up are stacked."""
+
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True)
+class SparseMLP:
+    """`router` [E, H]; of every expert `gate_up` [E, 2 I, H] and `down` [E, H, I]; the expert that
+    every token passes, `shared`, with its `shared_gate`, one logit."""
+
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    shared: DenseMLP | None
+    shared_gate: Projection | None
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """One transformer layer."""
 
@@ -32,8 +52,7 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     o: Projection
     post_attention_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
+    mlp: DenseMLP | SparseMLP
 
 
 class DecoderWeights:
@@ -59,32 +78,70 @@ class DecoderWeights:
 
     def _layer(self, index: int) -> LayerWeights:
         prefix, hidden = f"model.layers.{index}", self._architecture.hidden_size
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         a = self._architecture
-        head_norm = (a.head_dim,) if a.qk_norm else None
+        norms: dict[str, torch.Tensor | None] = {"q_norm": None, "k_norm": None}
+        sizes = {
+            name: a.target_shape(target)[0]
+            for name, target in (("q_norm", Target.Q_PROJ), ("k_norm", Target.K_PROJ))
+        }
+        if a.qk_norm or a.row_qk_norm:
+            for name, size in sizes.items():
+                width = a.head_dim if a.qk_norm else size
+                norms[name] = self._parameter(f"{prefix}.self_attn.{name}.weight", width)
+        qkv = [Target.Q_PROJ, Target.K_PROJ, Target.V_PROJ]
         return LayerWeights(
             input_norm=self._parameter(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self._stacked(attention, [Target.Q_PROJ, Target.K_PROJ, Target.V_PROJ], a.qkv_bias),
-            q_norm=head_norm and self._parameter(f"{attention}.q_norm.weight", *head_norm),
-            k_norm=head_norm and self._parameter(f"{attention}.k_norm.weight", *head_norm),
-            o=self._stacked(attention, [Target.O_PROJ], a.o_bias),
+            qkv=self._stacked(prefix, qkv, a.qkv_bias),
+            q_norm=norms["q_norm"],
+            k_norm=norms["k_norm"],
+            o=self._stacked(prefix, [Target.O_PROJ], a.o_bias),
             post_attention_norm=self._parameter(
                 f"{prefix}.post_attention_layernorm.weight", hidden
             ),
-            gate_up=self._stacked(mlp, [Target.GATE_PROJ, Target.UP_PROJ], a.mlp_bias),
-            down=self._stacked(mlp, [Target.DOWN_PROJ], a.mlp_bias),
+            mlp=self._sparse_mlp(prefix) if a.is_sparse(index) else self._dense_mlp(prefix),
         )
+
+    def _dense_mlp(self, prefix: str) -> DenseMLP:
+        has_bias = self._architecture.mlp_bias
+        return DenseMLP(
+            self._stacked(prefix, [Target.GATE_PROJ, Target.UP_PROJ], has_bias),
+            self._stacked(prefix, [Target.DOWN_PROJ], has_bias),
+        )
+
+    def _sparse_mlp(self, prefix: str) -> SparseMLP:
+        moe = self._architecture.moe
+        assert moe is not None
+        width, hidden = moe.intermediate_size, self._architecture.hidden_size
+        gate_up = self._empty(moe.num_experts, 2 * width, hidden)
+        down = self._empty(moe.num_experts, hidden, width)
+        for target, places in (
+            (Target.EXPERT_GATE_PROJ, gate_up[:, :width]),
+            (Target.EXPERT_UP_PROJ, gate_up[:, width:]),
+            (Target.EXPERT_DOWN_PROJ, down),
+        ):
+            for path, place in zip(weight_paths(target, moe.num_experts), places, strict=True):
+                self._destinations[f"{prefix}.{path}.weight"] = place
+        shared = shared_gate = None
+        if moe.shared_intermediate_size:
+            shared = DenseMLP(
+                self._stacked(prefix, [Target.SHARED_GATE_PROJ, Target.SHARED_UP_PROJ], False),
+                self._stacked(prefix, [Target.SHARED_DOWN_PROJ], False),
+            )
+            shared_gate = self._stacked(prefix, [Target.SHARED_EXPERT_GATE], False)
+        router = self._stacked(prefix, [Target.ROUTER], False).weight
+        return SparseMLP(router, gate_up, down, shared, shared_gate)
 
     def _stacked(self, prefix: str, targets: list[Target], has_bias: bool) -> Projection:
         shapes = [self._architecture.target_shape(target) for target in targets]
         sizes = [out for out, _ in shapes]
         weight = self._empty(sum(sizes), shapes[0][1])
         bias = self._empty(sum(sizes)) if has_bias else None
-        for target, rows in zip(targets, weight.split(sizes), strict=True):
-            self._destinations[f"{prefix}.{target.name.lower()}.weight"] = rows
+        paths = [f"{prefix}.{weight_paths(target, 0)[0]}" for target in targets]
+        for path, rows in zip(paths, weight.split(sizes), strict=True):
+            self._destinations[f"{path}.weight"] = rows
         if bias is not None:
-            for target, part in zip(targets, bias.split(sizes), strict=True):
-                self._destinations[f"{prefix}.{target.name.lower()}.bias"] = part
+            for path, part in zip(paths, bias.split(sizes), strict=True):
+                self._destinations[f"{path}.bias"] = part
         return Projection(weight, bias, sizes)
 
     def _parameter(self, name: str, *shape: int) -> torch.Tensor:

@@ -1,10 +1,12 @@
-"""`y += scaling · (x Aᵀ) Bᵀ` for the rows of a step that have an adapter."""
+"""`y = x Wᵀ + scaling · (x Aᵀ) Bᵀ`: the delta of the rows of a step that have an adapter."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from engine.decoder_weights import Projection
+from kernels.linear import linear
 from kernels.lora_gather import lora_gather
 from kernels.lora_metadata import lora_metadata
 from kernels.sgemm import sgemm_a, sgemm_b, shrink_split_k
@@ -57,7 +59,7 @@ class LoRADelta:
         """Add to `y` [T, sum of sizes], in place, the deltas of the layers stacked from `first`,
         which all read `x` [T, in]."""
         stacked = slice(first, first + len(slice_sizes))
-        tables, info = self.tables, self.info
+        tables, info = self.tables.linear, self.info
         a_ptrs, b_ptrs = tables.a_ptrs[layer, stacked], tables.b_ptrs[layer, stacked]
         ranks, scalings = tables.lora_ranks[layer, stacked], tables.scalings[layer, stacked]
         if self.backend == "torch" and x.is_cuda:
@@ -84,3 +86,17 @@ class LoRADelta:
         sgemm_b(
             shrunk, self.arena, b_ptrs, ranks, scalings, *segments, self.max_rank, slice_sizes, y
         )
+
+
+def project(
+    x: torch.Tensor,
+    projection: Projection,
+    layer: int,
+    first: Target,
+    lora: LoRADelta | None,
+    out: torch.Tensor,
+) -> None:
+    """`out` [T, N] = x Wᵀ + bias, then each row's own adapter on top, in place."""
+    linear(x, projection.weight, projection.bias, out)
+    if lora is not None:
+        lora.add(layer, first, projection.slice_sizes, x, out)

@@ -1,4 +1,4 @@
-"""What tells one supported family from another, as data; a new dense family is a new row.
+"""What tells one supported family from another, as data; a new family is a new row.
 
 Defaults are those of transformers' config classes, which apply to keys that a config.json leaves
 out. Nothing here knows about files or weights.
@@ -22,6 +22,7 @@ class ModelFamily:
     default_tied: bool = False
     default_bos: int | None = None
     default_eos: int | None = None
+    default_norm_eps: float = 1e-6
     norm_weight_offset: float = 0.0
     scales_embedding: bool = False
     qk_norm: bool = False
@@ -29,7 +30,28 @@ class ModelFamily:
     has_attention_bias: bool = False
     has_mlp_bias: bool = False
     has_sliding_window: bool = False  # sliding_window alone: every layer
+    default_window: int | None = 4096
     has_window_layers: bool = False  # use_sliding_window, max_window_layers, layer_types
+    has_window_flag: bool = False  # use_sliding_window and sliding_window: every layer
+    windows_even_layers: bool = False  # of those below max_window_layers, not those from it on
+    has_qkv_bias_flag: bool = False  # qkv_bias, true by default
+    row_qk_norm: bool = False  # norms over all heads of a row together
+    has_clip_qkv: bool = False
+    moe: "MoEFamily | None" = None
+
+
+@dataclass(frozen=True)
+class MoEFamily:
+    """How a family with experts names their sizes in config.json, with the defaults."""
+
+    experts_keys: tuple[str, ...]  # synonyms
+    default_experts: int
+    default_top_k: int
+    intermediate_key: str = "intermediate_size"
+    default_intermediate: int | None = None
+    always_renormalizes: bool = False  # else norm_topk_prob says so
+    has_dense_layers: bool = False  # decoder_sparse_step, mlp_only_layers
+    default_shared: int = 0  # shared_expert_intermediate_size; 0: no shared expert
 
 
 FAMILIES = {
@@ -70,14 +92,57 @@ FAMILIES = {
         scales_embedding=True,
         has_attention_bias=True,
     ),
+    "MixtralForCausalLM": ModelFamily(
+        model_type="mixtral",
+        default_norm_eps=1e-5,
+        default_kv_heads=8,
+        default_bos=1,
+        default_eos=2,
+        has_sliding_window=True,
+        default_window=None,
+        moe=MoEFamily(("num_local_experts", "num_experts"), 8, 2, always_renormalizes=True),
+    ),
+    "Qwen2MoeForCausalLM": ModelFamily(
+        model_type="qwen2_moe",
+        default_kv_heads=16,
+        has_qkv_bias_flag=True,
+        has_window_layers=True,
+        windows_even_layers=True,
+        moe=MoEFamily(
+            ("num_experts", "num_local_experts"),
+            60,
+            4,
+            intermediate_key="moe_intermediate_size",
+            default_intermediate=1408,
+            has_dense_layers=True,
+            default_shared=5632,
+        ),
+    ),
+    "Qwen3MoeForCausalLM": ModelFamily(
+        model_type="qwen3_moe",
+        default_kv_heads=4,
+        qk_norm=True,
+        has_attention_bias=True,
+        has_window_flag=True,
+        moe=MoEFamily(
+            ("num_experts", "num_local_experts"),
+            128,
+            8,
+            intermediate_key="moe_intermediate_size",
+            default_intermediate=768,
+            has_dense_layers=True,
+        ),
+    ),
+    "OlmoeForCausalLM": ModelFamily(
+        model_type="olmoe",
+        default_norm_eps=1e-5,
+        default_eos=50279,
+        row_qk_norm=True,
+        has_attention_bias=True,
+        has_clip_qkv=True,
+        moe=MoEFamily(("num_experts", "num_local_experts"), 64, 8),
+    ),
 }
-
-MIXTURES = (
-    "MixtralForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "OlmoeForCausalLM",
-)
 
 # transformers' names of one function, by the name the kernels give it
 ACTIVATIONS = {
@@ -92,7 +157,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
-DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 _FULL = ("full_attention", "attention")
 
@@ -107,8 +171,6 @@ def read_family(config: ConfigReader) -> tuple[str, ModelFamily]:
     accepted = ", ".join(FAMILIES)
     if name is not None and not isinstance(name, str):
         config.refuse("architectures", accepted)
-    if name in MIXTURES:
-        config.refuse("architectures", f"{accepted}; mixtures of experts are not served yet")
     if name not in FAMILIES:
         if names:
             config.refuse("architectures", accepted)
@@ -143,18 +205,25 @@ def read_layer_windows(
     config: ConfigReader, family: ModelFamily, num_layers: int
 ) -> tuple[int, ...]:
     """Per layer: how many positions, the current one included, it attends to; 0 for all."""
-    if family.has_window_layers:
+    width: int | None = 0
+    windows = [0] * num_layers
+    if family.has_window_layers or family.has_window_flag:
         used = config.flag("use_sliding_window")
-        width = config.optional_integer("sliding_window", DEFAULT_WINDOW) if used else 0
+        default = family.default_window
+        width = config.optional_integer("sliding_window", default) if used else 0
         config.value("sliding_window")
-        first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
-        windows = [(width or 0) if layer >= first else 0 for layer in range(num_layers)]
     elif family.has_sliding_window:
-        width = config.optional_integer("sliding_window", DEFAULT_WINDOW)
-        windows = [width or 0] * num_layers
+        width = config.optional_integer("sliding_window", family.default_window)
+    if family.has_window_layers:
+        first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
+        for layer in range(num_layers):
+            even = layer % 2 == 0 and layer < first
+            chosen = even if family.windows_even_layers else layer >= first
+            windows[layer] = (width or 0) if chosen else 0
     else:
-        width = 0
-        windows = [0] * num_layers
+        if family.has_window_flag:
+            config.value("max_window_layers")  # written beside the flag, and without effect
+        windows = [width or 0] * num_layers
 
     kinds = config.value("layer_types")
     if kinds is None:

@@ -1,4 +1,4 @@
-"""Keys of config.json that do not change what a dense decoder computes at inference.
+"""Keys of config.json that do not change what a decoder computes at inference.
 
 They concern training, generation defaults, other tasks, the file's history, or other programs.
 Any other key must be understood by `Architecture.from_config`.
@@ -11,6 +11,7 @@ _HISTORY = """
 _TRAINING = """
     initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop dropout
     use_cache pretraining_tp gradient_checkpointing neftune_noise_alpha
+    router_jitter_noise router_aux_loss_coef output_router_logits
 """
 _IMPLEMENTATION = """
     attn_implementation _attn_implementation _attn_implementation_autoset

@@ -93,7 +93,7 @@ class Prefill:
             buffers.seq_lens,
             max_q_len,
         )
-        tokens = StepTokens(buffers.token_ids, buffers.positions, buffers.kv_slots)
+        tokens = StepTokens(buffers.token_ids, buffers.positions, buffers.kv_slots, row_mask=None)
         self._decoder.forward(tokens, attention, lora, memory.kv_cache, buffers.workspace)
 
     def _pack(self, chunks: Items[PrefillChunk], drawing: Items[PrefillChunk]) -> list[int]:

@@ -15,8 +15,8 @@ import torch
 
 from memory.adapter_tables import AdapterTables
 from memory.extents import ExtentAllocator, aligned
-from memory.lora_targets import SERVED
-from memory.model_dims import ModelDims
+from memory.lora_targets import EXPERT_TARGETS, NUM_LINEAR_TARGETS
+from memory.model_dims import ModelDims, all_targets
 from memory.packed_adapter import PackedAdapter
 
 
@@ -44,7 +44,8 @@ class AdapterStore:
         self._max_lora_rank = max_lora_rank
         self.arena = torch.empty(arena_bytes // dtype.itemsize, dtype=dtype, device=device)
         self.arena_address = self.arena.data_ptr()
-        self.tables = AdapterTables.allocate(dims.num_layers, max_loras, device)
+        num_experts = dims.moe.num_experts if dims.moe else 0
+        self.tables = AdapterTables.allocate(dims.num_layers, num_experts, max_loras, device)
         self.enabled = [0] * max_loras  # host copy of `adapter_enabled`, staged before a replay
         self.capacity_bytes = arena_bytes
         self._residents: dict[int, _Resident] = {}
@@ -119,7 +120,7 @@ class AdapterStore:
         """Empty `slot`. The steps launched so far still read the adapter's bytes."""
         self._residents[slot].in_tables = False  # an eviction cut short: `finish_load` repairs it
         self.enabled[slot] = 0
-        self.tables.write_slot(slot, ())
+        self.tables.write_slot(slot, None)
         self._note_use()
         del self._residents[slot]
 
@@ -143,10 +144,14 @@ class AdapterStore:
         arena holds: kernels warm up as they will run. Restores the tables on leaving."""
         rank = min(self._max_lora_rank, self._synthetic_rank())
         with self.zeroed():
-            for target in SERVED:
-                self.tables.a_ptrs[:, target].fill_(self.arena_address)
-                self.tables.b_ptrs[:, target].fill_(self.arena_address)
-                self.tables.lora_ranks[:, target].fill_(rank)
+            for layer in range(self._dims.num_layers):
+                for target in self._dims.layer_targets(layer):
+                    tables, row = self.tables.linear, int(target)
+                    if target in EXPERT_TARGETS and self.tables.experts is not None:
+                        tables, row = self.tables.experts.linear, target - NUM_LINEAR_TARGETS
+                    tables.a_ptrs[layer, row].fill_(self.arena_address)
+                    tables.b_ptrs[layer, row].fill_(self.arena_address)
+                    tables.lora_ranks[layer, row].fill_(rank)
             yield
 
     @contextmanager
@@ -163,5 +168,5 @@ class AdapterStore:
                 tensor.copy_(kept[name])
 
     def _synthetic_rank(self) -> int:
-        widest = max(max(self._dims.target_shape(target)) for target in SERVED)
+        widest = max(max(self._dims.target_shape(target)) for target in all_targets(self._dims))
         return self.arena.numel() // widest

@@ -7,18 +7,25 @@ from dataclasses import dataclass
 
 import torch
 
-from memory.lora_targets import Target
+from memory.lora_targets import EXPERT_TARGETS, Target
 
 
 @dataclass(frozen=True)
 class LoRAModule:
-    """`W + scaling · b @ a` for one linear layer of the base model."""
+    """`W + scaling · b @ a` for one linear layer of the base model, or of one of its experts.
+
+    A factor that several experts share is the same tensor object in each of their modules.
+    """
 
     layer: int
     target: Target
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank]
     scaling: float
+    expert: int | None = None  # for the experts' targets, and for no other
+
+    def __post_init__(self) -> None:
+        assert (self.expert is not None) == (self.target in EXPERT_TARGETS), self.target
 
     @property
     def rank(self) -> int:
@@ -39,5 +46,5 @@ class AdapterWeights:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """PEFT's names of the modules touched, sorted: `("down_proj", "q_proj")`."""
-        return tuple(sorted({module.target.name.lower() for module in self.modules}))
+        """PEFT's names of the modules touched, sorted: `("down_proj", "experts.up_proj")`."""
+        return tuple(sorted({module.target.module_name for module in self.modules}))

@@ -5,16 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.moe_lora_shrink import moe_shrink_split_k
 from kernels.paged_attention import decode_splits
 from kernels.sampling import sampling_partials_shape
 from kernels.sgemm import shrink_split_k
 from memory.adapter_store import AdapterStore
+from memory.adapter_tables import column_ints
 from memory.budget import MIB, Budget
-from memory.extents import aligned
+from memory.extents import ALIGNMENT_BYTES, aligned
 from memory.kv_cache import KVCache, page_bytes
 from memory.lora_batch_info import LoRABatchInfo
-from memory.lora_targets import SERVED
-from memory.model_dims import ModelDims, adapter_bytes
+from memory.lora_targets import EXPERT_TARGETS
+from memory.model_dims import ModelDims, adapter_bytes, all_targets
 from memory.page_pool import PagePool
 from memory.request_tables import RequestTables
 from memory.staging import StagingRing
@@ -86,8 +88,9 @@ class MemoryManager:
         packed = config.max_loras + 4 * self._sizes.rows + 6 * rows + 1 + 11 * pack_padded(1)
         self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
         self.staging = StagingRing(packed, device)
-        self.budget.record("tables", _bytes(self.tables.tensors()))
-        self.budget.record("workspace", _bytes(self.workspace.tensors()))
+        tables = self.tables.tensors() | self.adapters.tables.tensors()
+        self.budget.record("tables", _bytes(tables))
+        self.budget.record("workspace", self.workspace.bytes)
         self.budget.record("adapters", self.adapters.capacity_bytes)
         self.budget.record("KV cache", _bytes(self.kv_cache.tensors()))
 
@@ -161,16 +164,28 @@ class MemoryManager:
         config, dims = self.config, self.dims
         decode_rows = range(1, config.max_batch_size + 1)
         rows = max(config.max_batch_size, config.prefill_chunk_tokens)
-        inputs = {dims.target_shape(target)[1] for target in SERVED}
+        linear = [target for target in all_targets(dims) if target not in EXPERT_TARGETS]
+        inputs = {dims.target_shape(target)[1] for target in linear}
         shrink_rows = max(
             tokens * shrink_split_k(tokens, width)
             for tokens in range(1, rows + 1)
             for width in inputs
         )
+        if dims.moe is not None:
+            inputs = {dims.target_shape(target)[1] for target in EXPERT_TARGETS}
+            shrink_rows = max(
+                shrink_rows,
+                *(
+                    pairs * moe_shrink_split_k(pairs, width)
+                    for pairs in range(dims.moe.top_k, rows * dims.moe.top_k + 1, dims.moe.top_k)
+                    for width in inputs
+                ),
+            )
         partials = max(n * dims.num_q_heads * self._splits(n) for n in decode_rows)
         shapes = [sampling_partials_shape(n, dims.vocab_size) for n in decode_rows]
         return WorkspaceSizes(
             rows=rows,
+            max_loras=config.max_loras,
             logit_rows=config.max_batch_size,
             shrink_numel=shrink_rows * STACKED_SLICES * config.max_lora_rank
             if config.max_loras
@@ -193,7 +208,10 @@ class MemoryManager:
         )
         workspace = workspace_bytes(self.dims, self._sizes, self.dtype)
         budget.plan("weights", weight_bytes, "dtype, or memory_fraction")
-        budget.plan("tables", _bytes(meta.tensors()), "max_batch_size")
+        num_experts = self.dims.moe.num_experts if self.dims.moe else 0
+        adapter_tables = 4 * column_ints(self.dims.num_layers, num_experts) * config.max_loras
+        tables = _bytes(meta.tensors()) + adapter_tables
+        budget.plan("tables", tables, "max_batch_size or max_loras")
         budget.plan("workspace", workspace, "prefill_chunk_tokens or max_batch_size")
         graph_bytes = config.num_graphs * GRAPH_BYTES_EACH if self.device.type == "cuda" else 0
         budget.plan("graphs", graph_bytes, "graph_batch_sizes")
@@ -207,8 +225,7 @@ class MemoryManager:
             return 0
         if config.lora_memory_bytes is not None:
             return aligned(config.lora_memory_bytes)
-        one = adapter_bytes(self.dims, config.max_lora_rank, self.dtype, list(SERVED))
-        one += self.dims.num_layers * len(SERVED) * 2 * aligned(1)
+        one = adapter_bytes(self.dims, config.max_lora_rank, self.dtype, ALIGNMENT_BYTES)
         limit = CPU_ADAPTER_BYTES if self.device.type == "cpu" else left_bytes // 4
         return aligned(min(config.max_loras * one, max(limit, one)))
 

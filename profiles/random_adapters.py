@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.architecture import Architecture
-from memory.lora_targets import SERVED, Target
+from memory.lora_targets import DENSE_TARGETS, Target
 
 
 def save_random_adapter(
@@ -17,7 +17,7 @@ def save_random_adapter(
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for layer in range(architecture.num_layers):
-        for target in SERVED:
+        for target in DENSE_TARGETS:
             block = "self_attn" if target <= Target.O_PROJ else "mlp"
             key = f"base_model.model.model.layers.{layer}.{block}.{target.name.lower()}"
             out, width = architecture.target_shape(target)
@@ -30,7 +30,7 @@ def save_random_adapter(
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": [target.name.lower() for target in SERVED],
+        "target_modules": [target.name.lower() for target in DENSE_TARGETS],
     }
     (path / "adapter_config.json").write_text(json.dumps(config))
     return path

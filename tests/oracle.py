@@ -32,10 +32,24 @@ def merge_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
                 alpha = value if module.endswith(pattern) else alpha
             rank = a.shape[0]
             scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            weight = parameters[f"{module}.weight"]
+            weight = weight_of(parameters, module)
             delta = (scaling * (b @ a.double())).to(weight.device)
             weight.copy_((weight.double() + delta).float())
     return merged
+
+
+def weight_of(parameters: dict[str, torch.nn.Parameter], module: str) -> torch.Tensor:
+    """The weight [out, in] of a module as a file names it: a parameter, or a view of what
+    transformers holds in one tensor for all experts of a layer."""
+    module = module.replace(".block_sparse_moe.", ".mlp.")
+    if ".experts." not in module:
+        return parameters[f"{module}.weight"]
+    path, expert, name = module.rsplit(".", 2)
+    name = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(name, name)
+    if name == "down_proj":
+        return parameters[f"{path}.down_proj"][int(expert)]
+    gate, up = parameters[f"{path}.gate_up_proj"][int(expert)].chunk(2)
+    return gate if name == "gate_proj" else up
 
 
 class Oracle:

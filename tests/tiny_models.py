@@ -45,7 +45,40 @@ CONFIGS = {
     "gemma": lambda: transformers.GemmaConfig(
         **SIZES, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"
     ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES | {"intermediate_size": 72}, num_local_experts=6, num_experts_per_tok=2
+    ),
+    "mixtral_gelu": lambda: transformers.MixtralConfig(
+        **SIZES | {"intermediate_size": 72, "head_dim": 24},
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        hidden_act="gelu",
+        sliding_window=24,
+        tie_word_embeddings=True,
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=88,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES,
+        num_experts=96,
+        num_experts_per_tok=8,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **{k: v for k, v in SIZES.items() if k != "head_dim"} | {"intermediate_size": 56},
+        num_experts=16,
+        num_experts_per_tok=8,
+        clip_qkv=1.5,
+    ),
 }
+MIXTURES = ("mixtral", "mixtral_gelu", "qwen2_moe", "qwen3_moe", "olmoe")
 
 
 def build_model(name: str) -> torch.nn.Module:

@@ -309,7 +309,7 @@ def test_tables_follow_the_slots():
     for turn in (0, 1, 2, 0, 2, 1):
         adapter = adapters[turn]
         assert registry.acquire(adapter)
-        assert tables.lora_ranks[1, Target.DOWN_PROJ, adapter.slot] == adapter.packed.weights.rank
+        assert tables.linear.lora_ranks[1, Target.DOWN_PROJ, adapter.slot] == adapter.packed.weights.rank
         assert registry._store.enabled[adapter.slot] == 1
         registry.release(adapter)
 
@@ -391,8 +391,8 @@ def check_consistent(registry: AdapterRegistry, where: str) -> None:
         use(registry, adapter)
         for module in adapter.packed.weights.modules:
             at = (module.layer, int(module.target), adapter.slot)
-            assert store.tables.lora_ranks[at] == module.rank, where
-            assert store.tables.scalings[at] == torch.tensor(module.scaling), where
+            assert store.tables.linear.lora_ranks[at] == module.rank, where
+            assert store.tables.linear.scalings[at] == torch.tensor(module.scaling), where
         assert store.enabled[adapter.slot] == 1, where
     for name in list(registry._by_name):
         registry.unload(name)

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from engine.architecture import Architecture
 from engine.errors import CheckpointError
 from engine.model_family import ACTIVATIONS, FAMILIES
-from memory.lora_targets import SERVED, Target
+from memory.lora_targets import DENSE_TARGETS, Target
 
 SIZES = {
     "vocab_size": 96,
@@ -229,7 +229,7 @@ def test_missing_sizes_are_named():
 
 def test_target_shapes():
     architecture = Architecture.from_config(LLAMA)
-    assert [architecture.target_shape(target) for target in SERVED] == [
+    assert [architecture.target_shape(target) for target in DENSE_TARGETS] == [
         (64, 64),
         (32, 64),
         (32, 64),

@@ -75,7 +75,7 @@ def test_ranks_of_the_adapter_before(llama, backend, monkeypatch):
     def write_over(tables, slot, entries):
         before = {name: table.clone() for name, table in tables.tensors().items()}
         write_slot(tables, slot, entries)
-        unused = tables.lora_ranks[:, :, slot] == 0
+        unused = tables.linear.lora_ranks[:, :, slot] == 0
         for name, table in tables.tensors().items():
             table[:, :, slot][unused] = before[name][:, :, slot][unused]
 
@@ -91,7 +91,7 @@ def test_no_rank_mask(llama, backend):
     """Every module is taken to be of the largest rank: what lies behind it is read as weights."""
     with llama.engine(backend, **OPTIONS) as engine:
         serve(llama, backend, engine)
-        ranks = engine.memory.adapters.tables.lora_ranks
+        ranks = engine.memory.adapters.tables.linear.lora_ranks
         ranks[ranks > 0] = engine.config.max_lora_rank
         with pytest.raises(AssertionError, match=r"row 0 \(a"):
             serve(llama, backend, engine)

@@ -1,21 +1,25 @@
 """The adapter store: what the tables say is what lies in the arena, through loads and evictions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from memory.adapter_store import AdapterStore
 from memory.adapter_tables import AdapterTables
+from memory.adapter_weights import AdapterWeights
 from memory.extents import ALIGNMENT_BYTES
-from memory.lora_targets import SERVED, Target
+from memory.lora_targets import DENSE_TARGETS, EXPERT_TARGETS, NUM_LINEAR_TARGETS, Target
 from memory.packed_adapter import PackedAdapter, pack_adapter
-from tests.memory.tiny_dims import TinyDims, random_adapter
+from tests.memory.tiny_dims import TINY_MOE, TinyDims, random_adapter
 
 DIMS = TinyDims()
 CPU = torch.device("cpu")
 MAX_RANK = 8
+ALL = (*DENSE_TARGETS, Target.ROUTER, *EXPERT_TARGETS)
 
 
-def packed(rank: int, targets=SERVED, seed: int = 0, dtype=torch.float32) -> PackedAdapter:
+def packed(rank: int, targets=DENSE_TARGETS, seed: int = 0, dtype=torch.float32) -> PackedAdapter:
     return pack_adapter(random_adapter(DIMS, rank, targets, seed), dtype, pinned=False)
 
 
@@ -38,26 +42,61 @@ def at_address(store: AdapterStore, address: int, rows: int, columns: int) -> to
     return store.arena[start : start + rows * columns].view(rows, columns)
 
 
-def assert_slot_holds(store: AdapterStore, slot: int, adapter: PackedAdapter | None) -> None:
+def assert_slot_holds(
+    store: AdapterStore, slot: int, adapter: PackedAdapter | None, dims: TinyDims = DIMS
+) -> None:
     """Every entry of `slot`, present or absent; the weights are read back from the arena."""
-    tables = store.tables
-    modules = {} if adapter is None else {(m.layer, m.target): m for m in adapter.weights.modules}
+    weights = () if adapter is None else adapter.weights.modules
+    modules = {(m.layer, m.target, m.expert): m for m in weights}
     assert store.enabled[slot] == (adapter is not None)
-    for layer in range(DIMS.num_layers):
+    for layer in range(dims.num_layers):
         for target in Target:
-            at = (layer, int(target), slot)
-            module = modules.get((layer, target))
-            if module is None:
-                assert (tables.lora_ranks[at], tables.scalings[at]) == (0, 0)
-                assert (tables.a_ptrs[at], tables.b_ptrs[at]) == (0, 0)
-                continue
-            rank, (out, width) = module.rank, DIMS.target_shape(target)
-            assert tables.lora_ranks[at] == rank
-            assert tables.scalings[at] == torch.tensor(module.scaling)
-            a = at_address(store, tables.a_ptrs[at].item(), rank, width)
-            b = at_address(store, tables.b_ptrs[at].item(), out, rank)
-            assert torch.equal(a, module.a)
-            assert torch.equal(b, module.b)
+            tables, row, columns = store.tables.linear, int(target), [(None, ())]
+            if target in EXPERT_TARGETS:
+                if store.tables.experts is None:
+                    continue
+                tables, row = store.tables.experts.linear, target - NUM_LINEAR_TARGETS
+                columns = [(expert, (expert,)) for expert in range(dims.moe.num_experts)]
+            for expert, column in columns:
+                at = (layer, row, slot, *column)
+                module = modules.get((layer, target, expert))
+                if module is None:
+                    assert (tables.lora_ranks[at], tables.scalings[at]) == (0, 0)
+                    assert (tables.a_ptrs[at], tables.b_ptrs[at]) == (0, 0)
+                    continue
+                rank, (out, width) = module.rank, dims.target_shape(target)
+                assert tables.lora_ranks[at] == rank
+                assert tables.scalings[at] == torch.tensor(module.scaling)
+                a = at_address(store, tables.a_ptrs[at].item(), rank, width)
+                b = at_address(store, tables.b_ptrs[at].item(), out, rank)
+                assert torch.equal(a, module.a)
+                assert torch.equal(b, module.b)
+
+
+def test_experts_have_columns_of_their_own():
+    """A fuller adapter leaves; of the one that follows, only its own experts have a rank."""
+    full = pack_adapter(random_adapter(TINY_MOE, 5, ALL), torch.float32, pinned=False)
+    some = random_adapter(TINY_MOE, 3, EXPERT_TARGETS, seed=1)
+    some = AdapterWeights("some", tuple(m for m in some.modules if m.expert in (0, 2)))
+    shared_a = some.modules[0].a
+    gate = Target.EXPERT_GATE_PROJ
+    some = AdapterWeights(
+        "some", tuple(replace(m, a=shared_a) if m.target == gate else m for m in some.modules)
+    )
+    some = pack_adapter(some, torch.float32, pinned=False)
+    store = AdapterStore(TINY_MOE, 2, MAX_RANK, full.bytes + some.bytes, torch.float32, CPU)
+    outer = store.tables.experts
+    for adapter in (full, some):
+        load(store, 1, adapter)
+        assert_slot_holds(store, 1, adapter, TINY_MOE)
+        assert_slot_holds(store, 0, None, TINY_MOE)
+        is_shared = adapter is some
+        assert outer.outer_ranks[0, :, 1].tolist() == [3 * is_shared, 0, 0]
+        address = outer.linear.a_ptrs[0, 0, 1, 2].item() if is_shared else 0
+        assert outer.outer_ptrs[0, :, 1].tolist() == [address, 0, 0]
+        store.evict(1)
+        assert_slot_holds(store, 1, None, TINY_MOE)
+        assert not outer.outer_ranks.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,22 +185,22 @@ def test_synthetic_adapters_stay_inside_the_arena_and_leave():
     adapter = packed(5)
     load(store, 1, adapter)
     with store.synthetic():
-        assert (store.tables.lora_ranks[:, : len(SERVED)] == MAX_RANK).all()
-        assert (store.tables.lora_ranks[:, len(SERVED) :] == 0).all()
-        for target in SERVED:
+        assert (store.tables.linear.lora_ranks[:, : len(DENSE_TARGETS)] == MAX_RANK).all()
+        assert (store.tables.linear.lora_ranks[:, len(DENSE_TARGETS) :] == 0).all()
+        for target in DENSE_TARGETS:
             out, width = DIMS.target_shape(target)
             at = (1, int(target), 2)
-            at_address(store, store.tables.a_ptrs[at].item(), MAX_RANK, width)
-            at_address(store, store.tables.b_ptrs[at].item(), out, MAX_RANK)
+            at_address(store, store.tables.linear.a_ptrs[at].item(), MAX_RANK, width)
+            at_address(store, store.tables.linear.b_ptrs[at].item(), out, MAX_RANK)
     assert_slot_holds(store, 1, adapter)
     assert_slot_holds(store, 2, None)
 
 
 def test_synthetic_rank_is_what_a_small_arena_holds():
-    widest = max(max(DIMS.target_shape(target)) for target in SERVED)
+    widest = max(max(DIMS.target_shape(target)) for target in DENSE_TARGETS)
     store = AdapterStore(DIMS, 2, MAX_RANK, 4 * widest * 3, torch.float32, CPU)
     with store.synthetic():
-        assert store.tables.lora_ranks.max() == 3
+        assert store.tables.linear.lora_ranks.max() == 3
 
 
 def test_zeroed_hides_every_adapter_and_puts_them_back():
@@ -180,7 +219,7 @@ def test_a_store_without_slots():
     store = AdapterStore(DIMS, 0, MAX_RANK, 0, torch.float32, CPU)
     assert not store.would_fit(packed(1))
     with store.synthetic(), store.zeroed():
-        assert store.tables.lora_ranks.numel() == 0
+        assert store.tables.linear.lora_ranks.numel() == 0
 
 
 def test_scalings_are_float32_whatever_the_default_dtype_is():
@@ -191,7 +230,7 @@ def test_scalings_are_float32_whatever_the_default_dtype_is():
     finally:
         torch.set_default_dtype(torch.float32)
     assert adapter.weights.modules[0].scaling == 0.37
-    assert store.tables.scalings[0, 0, 0] == torch.tensor(0.37)
+    assert store.tables.linear.scalings[0, 0, 0] == torch.tensor(0.37)
     assert_slot_holds(store, 0, adapter)
 
 
@@ -257,7 +296,7 @@ def test_on_the_gpu_loads_and_evictions_wait_for_no_step_that_is_under_way():
         store.evict(slot)
     assert not before.query()
     torch.cuda.synchronize()
-    assert not store.tables.lora_ranks.any()
+    assert not store.tables.linear.lora_ranks.any()
 
 
 @pytest.mark.gpu
@@ -297,4 +336,4 @@ def test_on_the_gpu_a_load_overwrites_only_what_no_launched_step_reads():
     load(store, 0, second)
     assert torch.equal(seen.cpu(), first.buffer)
     assert torch.equal(store.arena.cpu(), second.buffer)
-    assert store.tables.a_ptrs[0, 0, 0].item() == store.arena.data_ptr()
+    assert store.tables.linear.a_ptrs[0, 0, 0].item() == store.arena.data_ptr()

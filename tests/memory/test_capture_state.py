@@ -18,9 +18,9 @@ def test_warm_up_runs_an_adapter_on_every_padding_row(manager):
         assert buffers.adapter_enabled.tolist() == [1, 1]
         assert buffers.row_request.tolist() == [4] * 4
         assert manager.tables.adapter_slots.tolist() == [-1, -1, -1, -1, 0]
-        assert manager.adapters.tables.lora_ranks.any()
+        assert manager.adapters.tables.linear.lora_ranks.any()
     assert manager.tables.adapter_slots.tolist() == [-1] * 5
-    assert not manager.adapters.tables.lora_ranks.any()
+    assert not manager.adapters.tables.linear.lora_ranks.any()
     state.stage(buffers)
     assert buffers.adapter_enabled.tolist() == [0, 0]
 
@@ -32,7 +32,7 @@ def test_recording_sees_every_mask_zeroed(manager):
         state.stage(buffers)
         assert buffers.adapter_enabled.tolist() == [0, 0]
         assert buffers.row_request.tolist() == [4, 4]
-        assert not manager.adapters.tables.lora_ranks.any()
+        assert not manager.adapters.tables.linear.lora_ranks.any()
 
 
 def test_a_failed_warm_up_leaves_no_adapter_on_the_dummy(manager):
@@ -40,7 +40,7 @@ def test_a_failed_warm_up_leaves_no_adapter_on_the_dummy(manager):
     with pytest.raises(RuntimeError, match="kernel"), state.synthetic():
         raise RuntimeError("kernel")
     assert manager.tables.adapter_slots.tolist() == [-1] * 5
-    assert not manager.adapters.tables.lora_ranks.any()
+    assert not manager.adapters.tables.linear.lora_ranks.any()
 
 
 def test_without_slots_padding_rows_stay_base():

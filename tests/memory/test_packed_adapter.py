@@ -1,14 +1,16 @@
 """A packed adapter: the factors unchanged, at 128-byte offsets, at their true ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from memory.adapter_weights import AdapterWeights
-from memory.extents import ALIGNMENT_BYTES
-from memory.lora_targets import Target
+from memory.extents import ALIGNMENT_BYTES, aligned
+from memory.lora_targets import EXPERT_TARGETS, Target
 from memory.packed_adapter import pack_adapter
-from tests.memory.tiny_dims import TinyDims, random_adapter
+from tests.memory.tiny_dims import TINY_MOE, TinyDims, random_adapter
 
 DIMS = TinyDims()
 
@@ -66,13 +68,61 @@ def test_entries_are_addresses_of_the_factors():
     packed = pack_adapter(weights, torch.float32, pinned=False)
     base = packed.buffer.data_ptr()
     entries = packed.entries(base)
-    for entry, module, original in zip(
-        entries, packed.weights.modules, weights.modules, strict=True
-    ):
-        assert entry.a_address == module.a.data_ptr()
-        assert entry.b_address == module.b.data_ptr()
-        assert (entry.layer, entry.target) == (original.layer, original.target)
-        assert (entry.rank, entry.scaling) == (original.rank, original.scaling)
+    assert entries.a_ptrs.tolist() == [module.a.data_ptr() for module in packed.weights.modules]
+    assert entries.b_ptrs.tolist() == [module.b.data_ptr() for module in packed.weights.modules]
+    assert entries.layers.tolist() == [module.layer for module in weights.modules]
+    assert entries.targets.tolist() == [module.target for module in weights.modules]
+    assert entries.lora_ranks.tolist() == [module.rank for module in weights.modules]
+    scalings = torch.tensor([module.scaling for module in weights.modules])
+    assert torch.equal(entries.scalings, scalings)
+    assert entries.experts.tolist() == [-1] * len(weights.modules)
+    assert entries.outer_ptrs.numel() == 0
+
+
+def shared(weights: AdapterWeights, target: Target, factor: str) -> AdapterWeights:
+    """Every expert of `target` gets the same factor, one tensor object."""
+    one = {}
+    modules = [
+        replace(m, **{factor: one.setdefault(m.layer, getattr(m, factor))})
+        if m.target == target
+        else m
+        for m in weights.modules
+    ]
+    return AdapterWeights(weights.path, tuple(modules))
+
+
+@pytest.mark.parametrize(
+    ("target", "factor", "is_outer"),
+    [
+        (Target.EXPERT_GATE_PROJ, "a", True),
+        (Target.EXPERT_DOWN_PROJ, "b", True),
+        (Target.EXPERT_UP_PROJ, "b", False),
+        (Target.EXPERT_DOWN_PROJ, "a", False),
+    ],
+)
+def test_a_factor_that_experts_share_lies_once(target, factor, is_outer):
+    weights = random_adapter(TINY_MOE, 3, EXPERT_TARGETS)
+    own = pack_adapter(weights, torch.float32, pinned=False)
+    assert own.offsets.outer_ptrs.numel() == 0
+    packed = pack_adapter(shared(weights, target, factor), torch.float32, pinned=False)
+    (one,) = {
+        getattr(module, factor).data_ptr()
+        for module in packed.weights.modules
+        if module.target == target
+    }
+    size = next(getattr(m, factor).numel() for m in weights.modules if m.target == target)
+    assert own.bytes - packed.bytes == 4 * aligned(4 * size)
+    entries = packed.entries(packed.buffer.data_ptr())
+    assert entries.outer_ptrs.tolist() == ([one] if is_outer else [])
+    assert entries.outer_targets.tolist() == ([int(target)] if is_outer else [])
+    assert entries.outer_ranks.tolist() == ([3] if is_outer else [])
+
+
+def test_one_expert_alone_shares_nothing():
+    weights = random_adapter(TINY_MOE, 3, EXPERT_TARGETS)
+    first = tuple(module for module in weights.modules if module.expert == 0)
+    packed = pack_adapter(AdapterWeights("one", first), torch.float32, pinned=False)
+    assert packed.offsets.outer_ptrs.numel() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -57,7 +57,7 @@ def test_host_buffers_and_columns_stay_on_the_host():
         staging.upload([1, 2, 3], destination)
         store = AdapterStore(TinyDims(), 1, 8, 4096, torch.float32, CPU)
         with store.synthetic():
-            ranks = store.tables.lora_ranks.tolist()
+            ranks = store.tables.linear.lora_ranks.tolist()
     finally:
         torch.set_default_device(None)
     assert destination.tolist() == [1, 2, 3, 0]

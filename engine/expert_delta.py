@@ -1,0 +1,240 @@
+"""Adapters on the experts and the router of one layer, for the rows of a step."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.lora_delta import LoRADelta
+from kernels.activation import gated_activation
+from kernels.moe_align import moe_lora_align_block_size
+from kernels.moe_combine import moe_combine
+from kernels.moe_lora_down import moe_lora_down
+from kernels.moe_lora_expand_grouped import moe_lora_expand_grouped
+from kernels.moe_lora_gate_up import moe_lora_gate_up
+from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_split_k
+from kernels.moe_lora_shrink_grouped import moe_lora_shrink_grouped
+from memory.adapter_tables import ExpertTables, LinearTables
+from memory.lora_targets import Target
+from memory.moe_workspace import MoEWorkspace
+
+MAX_PAIRWISE = 1024  # pairs: above, those of one (slot, expert) are taken together
+
+GATE_UP, DOWN = slice(0, 2), slice(2, 3)  # of the experts' tables
+
+
+@dataclass(frozen=True)
+class ExpertDelta:
+    """Layer `index` of one step: `moe` holds its pairs, already routed.
+
+    With few pairs each reads its own adapter's weights, and the deltas are added inside the
+    activation and inside the weighted sum. With many, pairs are sorted by (slot, expert) so that
+    weights are read once, and the deltas are added in place between those two.
+    """
+
+    lora: LoRADelta
+    index: int
+    moe: MoEWorkspace
+    top_k: int
+
+    @property
+    def _experts(self) -> ExpertTables:
+        experts = self.lora.tables.experts
+        assert experts is not None
+        return experts
+
+    @property
+    def _is_grouped(self) -> bool:
+        return self.moe.topk_ids.numel() > MAX_PAIRWISE
+
+    def router_tables(self) -> list[torch.Tensor]:
+        """What `moe_route` takes: each row's slot, the mask, the arena and the router's tables."""
+        linear, at = self.lora.tables.linear, (self.index, int(Target.ROUTER))
+        return [
+            self.lora.info.row_adapter,
+            self.lora.adapter_enabled,
+            self.lora.arena,
+            linear.a_ptrs[at],
+            linear.b_ptrs[at],
+            linear.lora_ranks[at],
+            linear.scalings[at],
+        ]
+
+    def add_gate_up(self, hidden: torch.Tensor, kind: str) -> None:
+        """`moe.activated` [P, I] = f(gate + Δgate) · (up + Δup), from `moe.gate_up` and `hidden`
+        [T, H]."""
+        moe, max_rank = self.moe, self.lora.max_rank
+        experts, tables = self._experts, self._tables(GATE_UP)
+        outer = (experts.outer_ptrs[self.index, GATE_UP], experts.outer_ranks[self.index, GATE_UP])
+        if self._is_grouped:
+            self._align()
+            shrunk = self._shrunk(2, 1)
+            self._shrink_grouped(hidden, tables, *outer, self.top_k, shrunk)
+            self._expand_grouped(shrunk, tables, outer[1], moe.gate_up)
+            gated_activation(moe.gate_up, kind, moe.activated)
+            return
+        shrunk = self._shrink(hidden, tables, *outer, self.top_k, 2)
+        moe_lora_gate_up(
+            moe.gate_up,
+            shrunk,
+            self.lora.arena,
+            tables.b_ptrs,
+            tables.lora_ranks,
+            tables.scalings,
+            outer[1],
+            self.lora.info.row_adapter,
+            self.lora.adapter_enabled,
+            moe.topk_ids,
+            max_rank,
+            kind,
+            moe.activated,
+        )
+
+    def add_down_and_combine(
+        self, shared: torch.Tensor | None, shared_gate: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """`out` [T, H] = Σ weight · (down + Δdown) over each row's experts, plus the expert that
+        every token passes; from `moe.down` [P, H] and `moe.activated` [P, I]."""
+        moe, experts, tables = self.moe, self._experts, self._tables(DOWN)
+        if self._is_grouped:
+            shrunk = self._shrunk(1, 1)
+            self._shrink_grouped(moe.activated, tables, None, None, 1, shrunk)
+            self._expand_grouped(shrunk, tables, None, moe.down)
+            moe_combine(moe.down, moe.topk_ids, moe.topk_weights, shared, shared_gate, out)
+            return
+        shrunk = self._shrink(moe.activated, tables, None, None, 1, 1)
+        moe_lora_down(
+            moe.down,
+            shrunk,
+            self.lora.arena,
+            tables.b_ptrs,
+            tables.lora_ranks,
+            tables.scalings,
+            experts.outer_ptrs[self.index, DOWN],
+            experts.outer_ranks[self.index, DOWN],
+            self.lora.info.row_adapter,
+            self.lora.adapter_enabled,
+            moe.topk_ids,
+            moe.topk_weights,
+            shared,
+            shared_gate,
+            self.lora.max_rank,
+            out,
+        )
+
+    def _tables(self, stacked: slice) -> LinearTables:
+        """The layer's tables of the slices that read the same input."""
+        linear, index = self._experts.linear, self.index
+        return LinearTables(
+            linear.a_ptrs[index, stacked],
+            linear.b_ptrs[index, stacked],
+            linear.lora_ranks[index, stacked],
+            linear.scalings[index, stacked],
+        )
+
+    def _shrunk(self, stack: int, splits: int) -> torch.Tensor:
+        """float32 [splits, P, stack · max_rank] of workspace."""
+        shape = (splits, self.moe.topk_ids.numel(), stack * self.lora.max_rank)
+        return self.lora.shrunk[: shape[0] * shape[1] * shape[2]].view(shape)
+
+    def _shrink(
+        self,
+        x: torch.Tensor,
+        tables: LinearTables,
+        outer_ptrs: torch.Tensor | None,
+        outer_ranks: torch.Tensor | None,
+        pairs_per_row: int,
+        stack: int,
+    ) -> torch.Tensor:
+        pairs = self.moe.topk_ids.numel()
+        splits = moe_shrink_split_k(pairs, x.shape[1]) if x.is_cuda else 1
+        shrunk = self._shrunk(stack, splits)
+        moe_lora_shrink(
+            x,
+            self.lora.arena,
+            tables.a_ptrs,
+            tables.lora_ranks,
+            outer_ptrs,
+            outer_ranks,
+            self.lora.info.row_adapter,
+            self.lora.adapter_enabled,
+            self.moe.topk_ids,
+            pairs_per_row,
+            self.lora.max_rank,
+            shrunk,
+        )
+        return shrunk
+
+    def _align(self) -> None:
+        """Sort the pairs by (slot, expert), every row being a request of its own."""
+        moe, sort = self.moe, self.moe.lora
+        moe_lora_align_block_size(
+            moe.topk_ids,
+            sort.row_indptr,
+            self.lora.info.row_adapter,
+            self._experts.linear.lora_ranks.shape[3],
+            moe.block_size_m,
+            sort.sorted_token_ids_lora.shape[0],
+            sort.sorted_token_ids_lora.shape[1],
+            sort.expert_ids_lora.shape[1],
+            sort.sorted_token_ids_lora,
+            sort.expert_ids_lora,
+            sort.num_tokens_post_padded_lora,
+            self.lora.adapter_enabled,
+            sort.lora_ids,
+            None,
+        )
+
+    def _shrink_grouped(
+        self,
+        x: torch.Tensor,
+        tables: LinearTables,
+        outer_ptrs: torch.Tensor | None,
+        outer_ranks: torch.Tensor | None,
+        pairs_per_row: int,
+        shrunk: torch.Tensor,
+    ) -> None:
+        sort = self.moe.lora
+        moe_lora_shrink_grouped(
+            x,
+            self.lora.arena,
+            tables.a_ptrs,
+            tables.lora_ranks,
+            outer_ptrs,
+            outer_ranks,
+            sort.sorted_token_ids_lora,
+            sort.expert_ids_lora,
+            sort.num_tokens_post_padded_lora,
+            sort.lora_ids,
+            self.moe.block_size_m,
+            self.top_k,
+            pairs_per_row,
+            self.lora.max_rank,
+            shrunk,
+        )
+
+    def _expand_grouped(
+        self,
+        shrunk: torch.Tensor,
+        tables: LinearTables,
+        outer_ranks: torch.Tensor | None,
+        y: torch.Tensor,
+    ) -> None:
+        sort = self.moe.lora
+        stack = tables.b_ptrs.shape[0]
+        moe_lora_expand_grouped(
+            shrunk,
+            self.lora.arena,
+            tables.b_ptrs,
+            tables.lora_ranks,
+            tables.scalings,
+            outer_ranks,
+            sort.sorted_token_ids_lora,
+            sort.expert_ids_lora,
+            sort.num_tokens_post_padded_lora,
+            sort.lora_ids,
+            self.moe.block_size_m,
+            self.top_k,
+            self.lora.max_rank,
+            [y.shape[1] // stack] * stack,
+            y,
+        )

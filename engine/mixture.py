@@ -1,0 +1,94 @@
+"""A layer's mixture of experts: route, gate/up, activation, down, weighted sum.
+
+An adapter's gate/up delta lands before the activation, its down delta before the sum. How pairs
+are taken is chosen by the step's shape alone, so that a graph holds one way.
+"""
+
+import torch
+from kernels.moe_route import moe_route
+
+from engine.architecture import Architecture
+from engine.decoder_weights import DenseMLP, Projection, SparseMLP
+from engine.expert_delta import ExpertDelta
+from engine.lora_delta import LoRADelta, project
+from kernels.activation import gated_activation
+from kernels.moe_align import moe_align_block_size
+from kernels.moe_combine import moe_combine
+from kernels.moe_gemm import moe_gemm
+from memory.lora_targets import Target
+from memory.moe_workspace import MoEWorkspace, SharedExpertWorkspace
+from memory.workspace import Workspace
+
+Sort = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+UNSORTED_PAIRS = 16  # up to here an expert seldom has two pairs, and sorting costs a launch
+
+
+def run_mixture(
+    index: int,
+    weights: SparseMLP,
+    architecture: Architecture,
+    row_mask: torch.Tensor | None,
+    lora: LoRADelta | None,
+    ws: Workspace,
+) -> None:
+    """`ws.delta` [T, H] = the experts' output for `ws.hidden` [T, H], in layer `index`.
+
+    Rows where `row_mask` int32 [T] is 0 take no expert and yield zeros.
+    """
+    moe = ws.moe
+    assert moe is not None
+    assert architecture.moe is not None
+    kind, top_k = architecture.activation, architecture.moe.top_k
+    delta = lora and ExpertDelta(lora, index, moe, top_k)
+    moe_route(
+        ws.hidden,
+        weights.router,
+        row_mask,
+        *(delta.router_tables() if delta else [None] * 7),
+        architecture.renormalize_routing,
+        moe.topk_weights,
+        moe.topk_ids,
+    )
+    sort = _sort_pairs(moe, architecture.moe.num_experts)
+    block = moe.block_size_m
+    moe_gemm(ws.hidden, weights.gate_up, moe.topk_ids, *sort, block, top_k, moe.gate_up)
+    if delta:
+        delta.add_gate_up(ws.hidden, kind)
+    else:
+        gated_activation(moe.gate_up, kind, moe.activated)
+    moe_gemm(moe.activated, weights.down, moe.topk_ids, *sort, block, 1, moe.down)
+    shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if moe.shared is not None:
+        assert weights.shared is not None
+        assert weights.shared_gate is not None
+        _run_shared(index, weights.shared, weights.shared_gate, kind, lora, ws.hidden, moe.shared)
+        shared = (moe.shared.down, moe.shared.gate)
+    if delta:
+        delta.add_down_and_combine(*shared, ws.delta)
+    else:
+        moe_combine(moe.down, moe.topk_ids, moe.topk_weights, *shared, ws.delta)
+
+
+def _sort_pairs(moe: MoEWorkspace, num_experts: int) -> Sort:
+    """The pairs sorted by expert, or nothing where there are so few that they need no sorting."""
+    if moe.topk_ids.numel() <= UNSORTED_PAIRS:
+        return None, None, None
+    sort = (moe.sorted_token_ids, moe.expert_ids, moe.num_tokens_post_padded)
+    moe_align_block_size(moe.topk_ids, num_experts, moe.block_size_m, *sort)
+    return sort
+
+
+def _run_shared(
+    index: int,
+    mlp: DenseMLP,
+    gate: Projection,
+    kind: str,
+    lora: LoRADelta | None,
+    hidden: torch.Tensor,
+    ws: SharedExpertWorkspace,
+) -> None:
+    project(hidden, mlp.gate_up, index, Target.SHARED_GATE_PROJ, lora, ws.gate_up)
+    gated_activation(ws.gate_up, kind, ws.activated)
+    project(ws.activated, mlp.down, index, Target.SHARED_DOWN_PROJ, lora, ws.down)
+    project(hidden, gate, index, Target.SHARED_EXPERT_GATE, lora, ws.gate)
