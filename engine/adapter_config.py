@@ -17,6 +17,7 @@ from engine.errors import AdapterError
 from engine.json_file import read_json
 from engine.shown import shown
 
+CONFIG_NAME = "adapter_config.json"
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MAX_RANK = 2**31 - 1
 
@@ -29,9 +30,11 @@ READ = frozenset(
         "layers_to_transform",
         "lora_alpha",
         "peft_type",
+        "peft_version",
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "use_rslora",
     }
 )
@@ -52,7 +55,6 @@ IGNORED = frozenset(
         "lora_dropout",
         "lora_ga_config",
         "megatron_core",
-        "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
@@ -69,7 +71,6 @@ MUST_BE_OFF = {
     "megatron_config": "Megatron's parallel layers are not served",
     "modules_to_save": "whole modules beside the LoRA factors are not served",
     "monteclora_config": "MonteCLoRA stores a sampler beside the LoRA factors",
-    "target_parameters": "LoRA on bare parameters (fused experts) is not served",
     "trainable_token_indices": "embedding rows that replace the base's are not served",
     "use_bdlora": "block-diagonal factors are not served",
     "use_dora": "DoRA rescales the base weights",
@@ -80,6 +81,9 @@ MUST_BE_OFF = {
 # Initialisations that leave the base weights alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA replace
 # them, so their adapters fit only the replaced base; once PEFT has converted one, it says `true`.
 BASE_PRESERVING_INITS = ("gaussian", "eva", "orthogonal", "mica")
+
+FIRST_UNSWAPPED = (0, 19, 1)
+_VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})(?![0-9])")
 
 Number = TypeVar("Number", int, float)
 
@@ -103,6 +107,8 @@ class AdapterConfig:
     target_modules: str | tuple[str, ...] | None
     exclude_modules: str | tuple[str, ...] | None
     layers_to_transform: frozenset[int] | None
+    target_parameters: tuple[str, ...]
+    peft_version: str | None
 
     @classmethod
     def read(cls, file: Path) -> "AdapterConfig":
@@ -121,13 +127,35 @@ class AdapterConfig:
 
     def targets(self, path: str, layer: int) -> bool:
         """Whether PEFT would put LoRA on this module (true where the config names no targets)."""
-        if self.exclude_modules and _names(self.exclude_modules, path):
+        if self.excludes(path):
             return False
         if self.target_modules is None or self.target_modules == "all-linear":
             return True
         if not _names(self.target_modules, path):
             return False
         return self.layers_to_transform is None or layer in self.layers_to_transform
+
+    def excludes(self, path: str) -> bool:
+        return _names(self.exclude_modules or (), path)
+
+    def parameters_naming(self, path: str) -> list[str]:
+        """By which of target_parameters PEFT would put LoRA on one; no key excludes parameters."""
+        return [name for name in self.target_parameters if _names((name,), path)]
+
+    def targets_parameter(self, path: str) -> bool:
+        return bool(self.parameters_naming(path))
+
+    @property
+    def swaps_expert_features(self) -> bool | None:
+        """Whether the PEFT that wrote this took `[E, out, in]` parameters for `[E, in, out]`, as
+        all releases up to 0.19.0 did; None where no version tells."""
+        match = _VERSION.match(self.peft_version or "")
+        if match is None:
+            return None
+        version = tuple(int(part) for part in match.groups())
+        if version == FIRST_UNSWAPPED and self.peft_version != match[0]:
+            return None  # a development version of before or after the change
+        return version < FIRST_UNSWAPPED
 
 
 def _first_match(pattern: Mapping[str, Number], path: str, default: Number) -> Number:
@@ -177,6 +205,8 @@ class _ConfigReader:
             target_modules=self._modules("target_modules"),
             exclude_modules=self._modules("exclude_modules"),
             layers_to_transform=self._layers(),
+            target_parameters=self._parameters(),
+            peft_version=self._peft_version(),
         )
 
     def _refuse(self, key: str, value: Any, accepted: str) -> AdapterError:
@@ -247,6 +277,16 @@ class _ConfigReader:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self._refuse(key, value, "a list of module names, one expression, or null")
         return tuple(value)
+
+    def _parameters(self) -> tuple[str, ...]:
+        value = self.content.get("target_parameters") or []
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self._refuse("target_parameters", value, "a list of parameter names, or null")
+        return tuple(value)
+
+    def _peft_version(self) -> str | None:
+        value = self.content.get("peft_version")
+        return value if isinstance(value, str) else None
 
     def _layers(self) -> frozenset[int] | None:
         value = self.content.get("layers_to_transform")

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.adapter_files import read_adapter
-from memory.lora_targets import SERVED, Target
+from memory.lora_targets import DENSE_TARGETS, Target
 
 HIDDEN, INTERMEDIATE, LAYERS, Q, KV = 192, 344, 3, 256, 64
 SHAPES = {
@@ -26,6 +26,10 @@ class TinyShapes:
     """The shapes of a grouped-query model whose heads are wider than hidden / heads."""
 
     num_layers = LAYERS
+    num_experts = 0
+
+    def has_target(self, target, layer):
+        return target in SHAPES
 
     def target_shape(self, target):
         return SHAPES[target]
@@ -56,7 +60,7 @@ def write(folder, tensors=None, **config):
         "peft_type": "LORA",
         "r": 4,
         "lora_alpha": 6,
-        "target_modules": [target.name.lower() for target in SERVED],
+        "target_modules": [target.name.lower() for target in DENSE_TARGETS],
         **config,
     }
     (folder / "adapter_config.json").write_text(json.dumps(merged))

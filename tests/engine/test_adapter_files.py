@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.errors import AdapterError
-from memory.lora_targets import SERVED, Target
+from memory.lora_targets import DENSE_TARGETS, Target
 from tests.engine.adapter_writer import (
     HIDDEN,
     KV,
@@ -32,11 +32,11 @@ from tests.engine.adapter_writer import (
 
 
 def test_all_seven_targets_come_in_order(tmp_path):
-    tensors = lora_tensors(SERVED)
+    tensors = lora_tensors(DENSE_TARGETS)
     adapter = read(write(tmp_path, tensors))
     assert_same_modules(adapter, tensors)
     order = [(module.layer, module.target) for module in adapter.modules]
-    assert order == [(layer, target) for layer in range(LAYERS) for target in SERVED]
+    assert order == [(layer, target) for layer in range(LAYERS) for target in DENSE_TARGETS]
     assert adapter.path == str(tmp_path)
     assert adapter.rank == 4
 
@@ -197,9 +197,16 @@ def test_float8_is_refused(tmp_path):
         ("base_model.model.lm_head.lora_A.weight", "LM head"),
         ("base_model.model.lm_head.weight", "LM head"),
         (f"{PREFIX}norm.weight", "whole weights"),
-        (f"{PREFIX}layers.0.mlp.experts.1.gate_proj.lora_A.weight", "experts"),
-        (f"{PREFIX}layers.0.mlp.shared_expert.up_proj.lora_A.weight", "expert"),
-        (f"{PREFIX}layers.0.mlp.gate.lora_A.weight", "names no module"),
+        (f"{PREFIX}layers.0.mlp.experts.1.gate_proj.lora_A.weight", "experts.gate_proj, which"),
+        (
+            f"{PREFIX}layers.0.mlp.shared_expert.up_proj.lora_A.weight",
+            "shared_expert.up_proj, which",
+        ),
+        (f"{PREFIX}layers.0.mlp.experts.lora_A.weight", "experts.gate_proj, which"),
+        (f"{PREFIX}layers.0.mlp.experts.w2.lora_A.weight", "experts.down_proj, which"),
+        (f"{PREFIX}layers.0.mlp.experts.1.lora_A.weight", "names no module"),
+        (f"{PREFIX}layers.0.mlp.experts.1.gate_up_proj.lora_A.weight", "fused"),
+        (f"{PREFIX}layers.0.mlp.gate.lora_A.weight", "names gate, which layer 0 lacks"),
         (f"{PREFIX}layers.0.mlp.q_proj.lora_A.weight", "names no module"),
         (f"{PREFIX}layers.0.self_attn.qkv_proj.lora_A.weight", "fused"),
         (f"{PREFIX}layers.0.mlp.gate_up_proj.lora_B.weight", "fused"),

@@ -10,7 +10,7 @@ import engine.demo
 from engine.adapter_config import AdapterConfig
 from engine.adapter_files import read_adapter
 from engine.demo.training_data import EXAMPLES, HELD_OUT_PROMPTS, as_json, bullets, emoji, shout
-from memory.lora_targets import Target
+from memory.lora_targets import DENSE_TARGETS, Target
 
 ADAPTERS = Path(engine.demo.__file__).parent / "adapters"
 NAMES = ("bullets", "emoji", "french", "json", "pirate", "shout")
@@ -21,6 +21,10 @@ class SmolLM2Shapes:
     """The linear layers of SmolLM2-135M."""
 
     num_layers = 30
+    num_experts = 0
+
+    def has_target(self, target, layer):
+        return target in DENSE_TARGETS
 
     def target_shape(self, target):
         hidden, intermediate, key_value = 576, 1536, 192
