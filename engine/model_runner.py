@@ -83,6 +83,12 @@ class ModelRunner:
             flights.append(self._decode(plan.decode))
         return flights
 
+    @torch.inference_mode()
+    def step_eagerly(self, rows: int) -> None:
+        """The step of the bucket of `rows` once more, outside its graph and on the batch staged
+        last: for measurements, which count what it launches."""
+        self._step(self.graphs.buffers_for(rows))
+
     def close(self) -> None:
         self.graphs.close()
 
@@ -145,13 +151,12 @@ class ModelRunner:
 def scratch_tensors(buffers: StepBuffers) -> list[torch.Tensor]:
     """What every step writes before it reads: poisoned before each tape replay in debug mode."""
     inputs = (buffers.token_ids, buffers.positions, buffers.seq_lens, buffers.kv_slots)
-    info = {**buffers.lora.tensors()}
-    del info["pair_weight"]  # constant
+    constant = ("pair_weight", "moe.lora.row_indptr")
+    named = {**buffers.lora.tensors(), **buffers.workspace.tensors()}
     return [
         *inputs,
         buffers.row_num_logprobs,
-        *info.values(),
-        *buffers.workspace.tensors().values(),
+        *(tensor for name, tensor in named.items() if name not in constant),
         *buffers.outputs.tensors().values(),
     ]
 

@@ -57,6 +57,11 @@ class GraphRunner(Generic[B]):
         self.stats.padded_rows += bucket - rows
         return captured.buffers
 
+    def buffers_for(self, rows: int) -> B:
+        """The static buffers that a step of `rows` rows runs on."""
+        bucket = self._ladder.bucket_for(rows)
+        return self._buffers(rows) if bucket is None else self._captured[bucket].buffers
+
     def close(self) -> None:
         for captured in self._captured.values():
             captured.graph.close()

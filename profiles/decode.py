@@ -2,15 +2,16 @@
 
     python -m profiles.decode --model D8,SmolLM2 --batch 1,8,32,128 --adapters none,one,mix8
 
-Decode at these batch sizes is bound by memory: every step reads all weights once. So a step is
-judged by the bytes it must move over the read bandwidth that this card was just measured to have.
+Decode at these batch sizes is bound by memory: every step reads all weights once, of a mixture
+those of the experts that its tokens chose. So a step is judged by the bytes it must move over the
+read bandwidth that this card was just measured to have.
 
 A request is 128 random tokens of prompt, greedy, end tokens ignored. A step's time is
 (time of 288 tokens - time of 32) / 256, the median of three, through `Engine.generate`, so host
-work counts; "replay"
-is the same step's graph replayed alone, back to back. Adapters of rank 16 sit on every linear
-layer: `none` uses none, with LoRA enabled; `one` the same for all rows; `mix8` eight of them
-round robin; `off` is an engine without adapter slots.
+work counts; "replay" is the same step's graph replayed alone, back to back. Adapters of rank 16
+sit on every linear layer, of a mixture on every expert too (not on the router): `none` uses none,
+with LoRA enabled; `one` the same for all rows; `mix8` eight of them round robin; `off` is an
+engine without adapter slots.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import torch
 from engine import Engine, SamplingParams
 from engine.checkpoint import Checkpoint
 from profiles.bandwidth import read_bandwidth
+from profiles.expert_hits import ExpertHits, count_expert_hits
 from profiles.random_adapters import save_random_adapter
 from profiles.result_file import RESULTS, provenance, write_result
 from profiles.shapes import SHAPES, open_shape
@@ -114,21 +116,27 @@ def _measure(
                     f"adapter{row % DISTINCT[case]}" if DISTINCT[case] else None
                     for row in range(batch)
                 ]
+                step_ms = _step_ms(engine, batch, names)
+                replay_ms, hits = _replay_ms(engine, batch, names)
                 moved = step_bytes(
                     checkpoint.architecture,
                     engine.dtype.itemsize,
                     batch,
                     MEAN_CONTEXT,
-                    [info for info in engine.adapters() if info.name in names],
+                    len({name for name in names if name}),
+                    RANK,
+                    hits,
                 )
                 row: dict[str, Any] = {
                     "model": name,
                     "case": case,
                     "batch": batch,
-                    "ms_per_step": round(_step_ms(engine, batch, names), 3),
-                    "ms_per_replay": round(_replay_ms(engine, batch, names), 3),
+                    "ms_per_step": round(step_ms, 3),
+                    "ms_per_replay": round(replay_ms, 3),
                     "gigabytes": round(moved.total / 1e9, 3),
                 }
+                if hits.experts:
+                    row["experts_per_layer"] = round(hits.mean_experts, 1)
                 if bandwidth:
                     row["limit_ms"] = round(moved.total / bandwidth * 1e3, 3)
                     row["ratio"] = round(row["ms_per_step"] / row["limit_ms"], 3)
@@ -141,10 +149,14 @@ def _measure(
                 yield row
 
 
-def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
+def _prompts(engine: Engine, batch: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(batch)
     shape = (batch, PROMPT_TOKENS)
-    prompts = torch.randint(0, engine.architecture.vocab_size, shape, generator=generator).tolist()
+    return torch.randint(0, engine.architecture.vocab_size, shape, generator=generator).tolist()
+
+
+def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
+    prompts = _prompts(engine, batch)
 
     def seconds(tokens: int) -> float:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -157,14 +169,20 @@ def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
     return statistics.median(differences) / (LONG - SHORT) * 1e3
 
 
-def _replay_ms(engine: Engine, batch: int, names: list[str | None], repeats: int = 50) -> float:
-    """The graph of a batch under way, replayed back to back without the engine's host work.
+def _replay_ms(
+    engine: Engine, batch: int, names: list[str | None], repeats: int = 50
+) -> tuple[float, ExpertHits]:
+    """The graph of a batch under way, replayed back to back without the engine's host work; and
+    the experts that one more step of that batch chose.
 
     The replays draw tokens that nobody reads; the requests are aborted afterwards.
     """
     params = SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True)
-    prompt = list(range(PROMPT_TOKENS))
-    requests = [engine.add_request(prompt, params, name) for name in names]
+    prompts = _prompts(engine, batch)
+    requests = [
+        engine.add_request(prompt, params, name)
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
     for _ in range(batch * PROMPT_TOKENS // engine.config.prefill_chunk_tokens + 8):
         engine.step()
     graphs = engine.runner.graphs
@@ -174,11 +192,12 @@ def _replay_ms(engine: Engine, batch: int, names: list[str | None], repeats: int
         graphs.run(batch, lambda buffers: None)
     _synchronize(engine)
     seconds = time.perf_counter() - start
+    hits = count_expert_hits(lambda: engine.runner.step_eagerly(batch))
     for request in requests:
         engine.abort(request)
     while engine.has_unfinished():
         engine.step()
-    return seconds / repeats * 1e3
+    return seconds / repeats * 1e3, hits
 
 
 def _synchronize(engine: Engine) -> None:

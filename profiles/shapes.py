@@ -10,9 +10,9 @@ from engine.checkpoint import Checkpoint
 from engine.random_source import RandomSource
 
 
-def _llama(**config: int | float | bool) -> Architecture:
+def _shape(family: str, **config: int | float | bool) -> Architecture:
     shared = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [f"{family}ForCausalLM"],
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 8192,
@@ -21,7 +21,8 @@ def _llama(**config: int | float | bool) -> Architecture:
     return Architecture.from_config({**shared, **config})
 
 
-D8 = _llama(  # Llama-3.1-8B
+D8 = _shape(  # Llama-3.1-8B
+    "Llama",
     vocab_size=128256,
     hidden_size=4096,
     num_hidden_layers=32,
@@ -32,7 +33,24 @@ D8 = _llama(  # Llama-3.1-8B
     rope_theta=500_000.0,
     tie_word_embeddings=False,
 )
-SMOLLM2 = _llama(  # SmolLM2-135M
+M16 = _shape(  # Qwen3-30B-A3B, 16 of its 48 layers
+    "Qwen3Moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    rope_theta=1_000_000.0,
+    tie_word_embeddings=False,
+)
+SMOLLM2 = _shape(  # SmolLM2-135M
+    "Llama",
     vocab_size=49152,
     hidden_size=576,
     num_hidden_layers=30,
@@ -43,7 +61,7 @@ SMOLLM2 = _llama(  # SmolLM2-135M
     rope_theta=100_000.0,
     tie_word_embeddings=True,
 )
-SHAPES = {"D8": D8, "SmolLM2": SMOLLM2}
+SHAPES = {"D8": D8, "M16": M16, "SmolLM2": SMOLLM2}
 
 
 def open_shape(name: str) -> Checkpoint:
