@@ -177,8 +177,8 @@ def moe_lora_expand_grouped_triton(
     assert len(slice_sizes) == stack, f"{len(slice_sizes)} slices, but the tables have {stack}"
     assert width == sum(slice_sizes), f"slices {slice_sizes} do not cover y's {width} columns"
     exact = arena.dtype != torch.bfloat16
-    block_n = 64 if exact or block_size_m == 16 else 128
     block_r = min(16 if exact else 64, max(16, triton.next_power_of_2(max_rank)))
+    block_n = 64  # at 128 the registers leave room for one program a multiprocessor
     tiles = sum(triton.cdiv(size, block_n) for size in slice_sizes)
     blocks = block_programs(num_pairs, max_loras, num_experts, block_size_m, tiles)
     _expand_grouped_kernel[(tiles, blocks)](
@@ -211,7 +211,7 @@ def moe_lora_expand_grouped_triton(
         BLOCK_M=block_size_m,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
-        num_warps=8 if block_size_m >= 64 else 4,
+        num_warps=8 if block_size_m == 128 else 4,
         num_stages=1,
     )
 

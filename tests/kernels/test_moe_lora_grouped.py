@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels import moe_lora_groups
+from kernels.moe_align import moe_lora_align_block_size_torch
 from kernels.moe_lora_groups import most_blocks
 from tests.kernels.cross_compile import compile_launches
 from tests.kernels.expert_batches import (
@@ -215,6 +216,37 @@ def test_workspaces_of_a_larger_batch(kernel_device):
     expand("triton", case, experts, shrunk, lists, y)
     assert torch.equal(y.cpu(), expected)
     assert workspace[:, case.num_pairs :].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["disabled", "shared_by_64", "down_holes"])
+def test_lists_are_what_the_alignment_writes(name):
+    """So that a result for these lists is one for its buffers; here a request is a row."""
+    case = CASES[name]
+    topk_ids, rows = case.topk_ids(), case.row_adapter()
+    expected = lists_of(topk_ids, rows, case)
+    lists = {key: torch.full_like(tensor, -7) for key, tensor in expected.items()}
+    enabled = [int(slot not in case.disabled) for slot in range(case.slots)]
+    moe_lora_align_block_size_torch(
+        topk_ids,
+        torch.arange(case.num_tokens + 1, dtype=torch.int32),
+        torch.tensor(rows, dtype=torch.int32),
+        case.num_experts,
+        case.block_size_m,
+        case.slots,
+        lists["sorted_token_ids_lora"].shape[1],
+        lists["expert_ids_lora"].shape[1],
+        **lists,
+        adapter_enabled=torch.tensor(enabled, dtype=torch.int32),
+        expert_map=None,
+    )
+    for key in ("num_tokens_post_padded_lora", "lora_ids"):
+        assert torch.equal(lists[key], expected[key])
+    for owner, length in enumerate(expected["num_tokens_post_padded_lora"].tolist()):
+        for key, used in (
+            ("sorted_token_ids_lora", length),
+            ("expert_ids_lora", length // case.block_size_m),
+        ):
+            assert torch.equal(lists[key][owner, :used], expected[key][owner, :used])
 
 
 def test_most_blocks_is_what_the_worst_lists_fill():
