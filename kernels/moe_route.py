@@ -1,0 +1,337 @@
+"""The router of a mixture of experts: logits, softmax and the top k experts of every row.
+
+Knows rows, experts and adapter slots, not what the experts compute.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.lora_segments import weight_view, weights_at
+from kernels.moe_top_k import MAX_EXPERTS, store_top_k, top_k_torch
+from kernels.op import define_op
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def _product(
+    x_rows,
+    row_mask,
+    weights,
+    weight_mask,
+    acc,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc + x W^T over all of K; x_rows and weights point at the starts of rows."""
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x_mask, w_mask = row_mask[:, None], weight_mask[:, None]
+        if K % BLOCK_K != 0:
+            x_mask, w_mask = x_mask & (k < K)[None, :], w_mask & (k < K)[None, :]
+        w_block = tl.load(weights[:, None] + k[None, :], mask=w_mask, other=0.0)
+        x_block = tl.load(x_rows[:, None] + k[None, :], mask=x_mask, other=0.0)
+        if x_block.dtype != w_block.dtype:
+            x_block, w_block = x_block.to(tl.float32), w_block.to(tl.float32)
+        acc = tl.dot(x_block, tl.trans(w_block), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _router_delta(
+    x_rows,
+    row_mask,
+    arena,
+    a,
+    b,
+    rank,
+    K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """(x A^T) B^T of one adapter for all rows of the tile, float32 [BLOCK_M, BLOCK_E]."""
+    experts = tl.arange(0, BLOCK_E)
+    expert_mask = (experts < NUM_EXPERTS)[:, None]
+    delta = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for first in range(0, rank, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        shrunk = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        shrunk = _product(x_rows, row_mask, a + r * K, r < rank, shrunk, K, BLOCK_K)
+        # Rows of B start on 16 bytes only at ranks that are multiples of VECTOR, which is data:
+        # said in a way that the compiler can use where it holds.
+        if rank % VECTOR == 0:
+            stride = rank // VECTOR * VECTOR
+            b_mask = expert_mask & (r < stride)[None, :]
+            b_block = tl.load(b + experts[:, None] * stride + r[None, :], mask=b_mask, other=0.0)
+        else:
+            b_mask = expert_mask & (r < rank)[None, :]
+            b_block = tl.load(b + experts[:, None] * rank + r[None, :], mask=b_mask, other=0.0)
+        b_block = tl.trans(b_block)  # [BLOCK_R, BLOCK_E]
+        if b_block.dtype == tl.bfloat16:
+            # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
+            high = shrunk.to(tl.bfloat16)
+            low = (shrunk - high.to(tl.float32)).to(tl.bfloat16)
+            delta = tl.dot(low, b_block, delta)
+            delta = tl.dot(high, b_block, delta)
+        else:
+            delta = tl.dot(shrunk, b_block.to(tl.float32), delta, input_precision="ieee")
+    return delta
+
+
+_ROW_INPUTS = ["row_mask", "row_adapter", "adapter_enabled"]
+_TABLES = ["a_ptrs", "b_ptrs", "lora_ranks", "scalings"]
+_OUTPUTS = ["topk_weights", "topk_ids"]
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=_ROW_INPUTS + _TABLES + _OUTPUTS,
+)
+def _moe_route_kernel(
+    x,
+    weight,
+    row_mask,
+    row_adapter,
+    adapter_enabled,
+    arena,
+    a_ptrs,
+    b_ptrs,
+    lora_ranks,
+    scalings,
+    topk_weights,
+    topk_ids,
+    num_rows,
+    K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LORA_BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+):
+    tile = tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) * ROWS + tile
+    written = (tile < ROWS) & (rows < num_rows)
+    live = written
+    if row_mask is not None:
+        live = written & (tl.load(row_mask + rows, mask=written, other=0) != 0)
+    x_rows = x + rows.to(tl.int64) * X_STRIDE
+    experts = tl.arange(0, BLOCK_E)
+    logits = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    if tl.max(live.to(tl.int32), axis=0) != 0:
+        w_rows = weight + experts * WEIGHT_STRIDE
+        logits = _product(x_rows, live, w_rows, experts < NUM_EXPERTS, logits, K, BLOCK_K)
+    if row_adapter is not None:
+        slot = tl.load(row_adapter + rows, mask=live, other=-1)
+        known = (slot >= 0) & (slot < MAX_LORAS)
+        known &= tl.load(adapter_enabled + slot, mask=known, other=0) != 0
+        rank = tl.load(lora_ranks + slot, mask=known, other=0)
+        slot = tl.where(rank > 0, slot, -1)
+        current = tl.max(slot, axis=0)
+        while current >= 0:  # each adapter of the tile once
+            own = slot == current
+            delta = _router_delta(
+                x_rows,
+                own,
+                arena,
+                weights_at(a_ptrs, current, arena),
+                weights_at(b_ptrs, current, arena),
+                tl.load(lora_ranks + current),
+                K,
+                NUM_EXPERTS,
+                VECTOR,
+                BLOCK_M,
+                BLOCK_E,
+                LORA_BLOCK_K,
+                BLOCK_R,
+            )
+            scaled = logits + tl.load(scalings + current) * delta
+            logits = tl.where(own[:, None], scaled, logits)
+            slot = tl.where(own, -1, slot)
+            current = tl.max(slot, axis=0)
+    store_top_k(
+        logits,
+        rows,
+        written,
+        live,
+        topk_weights,
+        topk_ids,
+        TOP_K,
+        BLOCK_TOP_K,
+        NUM_EXPERTS,
+        BLOCK_M,
+        BLOCK_E,
+        RENORMALIZE,
+    )
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    lora: tuple[torch.Tensor | None, ...],
+    row_mask: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> None:
+    """`lora` goes from row_adapter to scalings."""
+    (num_rows, in_features), num_experts = x.shape, weight.shape[0]
+    top_k = topk_ids.shape[1]
+    assert 1 <= num_experts <= MAX_EXPERTS, f"{num_experts} experts, not in 1..{MAX_EXPERTS}"
+    assert 1 <= top_k <= num_experts, f"top {top_k} of {num_experts} experts"
+    assert weight.shape == (num_experts, in_features), (
+        f"weight is [E, {in_features}], not {tuple(weight.shape)}"
+    )
+    assert x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}"
+    assert x.dtype in FLOATS, f"x is {x.dtype}, not one of {FLOATS}"
+    assert x.stride(1) == weight.stride(1) == 1, "rows of x and weight are contiguous"
+    given = [tensor is not None for tensor in lora]
+    assert all(given) or not any(given), "an adapter's tables are given all or none"
+    row_adapter, enabled, arena, a_ptrs, b_ptrs, lora_ranks, scalings = lora
+    slots = (0 if enabled is None else enabled.shape[0],)
+    assert arena is None or arena.dtype in FLOATS, f"arena is not one of {FLOATS}"
+    for name, tensor, dtype, shape in (
+        ("row_mask", row_mask, torch.int32, (num_rows,)),
+        ("row_adapter", row_adapter, torch.int32, (num_rows,)),
+        ("adapter_enabled", enabled, torch.int32, slots),
+        ("a_ptrs", a_ptrs, torch.int64, slots),
+        ("b_ptrs", b_ptrs, torch.int64, slots),
+        ("lora_ranks", lora_ranks, torch.int32, slots),
+        ("scalings", scalings, torch.float32, slots),
+        ("topk_weights", topk_weights, torch.float32, (num_rows, top_k)),
+        ("topk_ids", topk_ids, torch.int32, (num_rows, top_k)),
+    ):
+        if tensor is not None:
+            assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
+            assert tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}, not {shape}"
+            assert tensor.is_contiguous(), f"{name} is not contiguous"
+
+
+def moe_route_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    row_mask: torch.Tensor | None,
+    row_adapter: torch.Tensor | None,
+    adapter_enabled: torch.Tensor | None,
+    arena: torch.Tensor | None,
+    a_ptrs: torch.Tensor | None,
+    b_ptrs: torch.Tensor | None,
+    lora_ranks: torch.Tensor | None,
+    scalings: torch.Tensor | None,
+    renormalize: bool,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> None:
+    """The k most probable experts of every row under softmax(x W^T + scaling * (x A^T) B^T).
+
+    x [T, H], weight [E, H], of one dtype, any row strides. The second term is of row t's own
+    adapter slot row_adapter int32[T]; slots outside [0, L) such as -1, those that adapter_enabled
+    int32[L] holds 0 for and those of lora_ranks int32[L] 0 have none, and keep the bits of a call
+    without tables. a_ptrs, b_ptrs int64[L] address A [rank, H] and B [E, rank] in `arena` as in
+    `kernels.sgemm`, scalings float32[L]; these seven come all or none.
+
+    Written in place: topk_ids int32[T, k] by falling logit, ties to the lower expert, and
+    topk_weights float32[T, k], their probabilities over all E experts, or with `renormalize`
+    divided by their sum, which is the softmax over the k logits alone. Rows that row_mask int32[T]
+    (None: no such rows) holds 0 for get ids -1 and weights 0. A NaN logit counts as -inf in the
+    order: ids are distinct and in range always, the row's weights NaN.
+
+    Products in x's dtype, all sums in float32. One launch: a program reads W once for its 4 rows
+    (T <= 128, spread over more multiprocessors than whole tiles would be), 16 rows (T <= 1024) or
+    64, and A and B once for each adapter among them. A row's bits depend on its own values,
+    adapter and on which of the three T falls in. Raises AssertionError on other shapes, dtypes or
+    strides.
+    """
+    tables = (row_adapter, adapter_enabled, arena, a_ptrs, b_ptrs, lora_ranks, scalings)
+    _check(x, weight, tables, row_mask, topk_weights, topk_ids)
+    (num_rows, in_features), num_experts = x.shape, weight.shape[0]
+    block_m = 16 if num_rows <= 1024 else 64
+    rows = 4 if num_rows <= 128 else block_m
+    block_e = max(16, triton.next_power_of_2(num_experts))
+    # Stages of up to 32 KB of W: what one program has in flight decides how fast it streams.
+    block_k = 256 if block_e <= 32 and block_m == 16 else min(128, 16384 // block_e)
+    block_k = 32 if x.dtype == torch.float32 else block_k
+    mixed = arena is not None and (arena.dtype != x.dtype or x.dtype == torch.float32)
+    _moe_route_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        weight,
+        row_mask,
+        *tables,
+        topk_weights,
+        topk_ids,
+        num_rows,
+        K=in_features,
+        NUM_EXPERTS=num_experts,
+        MAX_LORAS=0 if adapter_enabled is None else adapter_enabled.shape[0],
+        TOP_K=topk_ids.shape[1],
+        X_STRIDE=x.stride(0),
+        WEIGHT_STRIDE=weight.stride(0),
+        RENORMALIZE=renormalize,
+        VECTOR=1 if arena is None else 16 // arena.element_size(),
+        ROWS=rows,
+        BLOCK_M=block_m,
+        BLOCK_E=block_e,
+        BLOCK_K=block_k,
+        LORA_BLOCK_K=32 if mixed else block_k,
+        BLOCK_R=16,
+        BLOCK_TOP_K=triton.next_power_of_2(topk_ids.shape[1]),
+        num_warps=8 if block_m * block_e > 64 * 128 else 4,
+        num_stages=4 if block_m == 16 else 3,
+    )
+
+
+def moe_route_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    row_mask: torch.Tensor | None,
+    row_adapter: torch.Tensor | None,
+    adapter_enabled: torch.Tensor | None,
+    arena: torch.Tensor | None,
+    a_ptrs: torch.Tensor | None,
+    b_ptrs: torch.Tensor | None,
+    lora_ranks: torch.Tensor | None,
+    scalings: torch.Tensor | None,
+    renormalize: bool,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> None:
+    """Torch twin of `moe_route_triton`."""
+    tables = (row_adapter, adapter_enabled, arena, a_ptrs, b_ptrs, lora_ranks, scalings)
+    _check(x, weight, tables, row_mask, topk_weights, topk_ids)
+    logits = x.float() @ weight.float().t()  # [T, E]
+    if (
+        row_adapter is not None
+        and adapter_enabled is not None
+        and arena is not None
+        and a_ptrs is not None
+        and b_ptrs is not None
+        and lora_ranks is not None
+        and scalings is not None
+    ):
+        for slot, rank in enumerate((lora_ranks * (adapter_enabled != 0)).tolist()):
+            rows = torch.nonzero(row_adapter == slot).flatten()
+            if rank and len(rows):
+                a = weight_view(arena, int(a_ptrs[slot]), rank, x.shape[1])
+                b = weight_view(arena, int(b_ptrs[slot]), weight.shape[0], rank)
+                logits[rows] += scalings[slot] * (x[rows].float() @ a.t() @ b.t())
+    weights, ids = top_k_torch(logits, topk_ids.shape[1], renormalize)
+    if row_mask is not None:
+        masked = (row_mask == 0)[:, None]
+        weights, ids = weights.masked_fill(masked, 0.0), ids.masked_fill(masked, -1)
+    topk_weights.copy_(weights)
+    topk_ids.copy_(ids)
+
+
+moe_route = define_op(moe_route_triton, moe_route_torch, mutates=("topk_weights", "topk_ids"))
