@@ -106,6 +106,33 @@ def test_dense_layers_of_a_mixture(tmp_path):
     assert (module.layer, module.target, module.expert) == (1, Target.UP_PROJ, None)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda key: "_orig_mod." + key,
+        lambda key: key.replace("experts", "experts._orig_mod"),
+        lambda key: key.removeprefix("base_model.model."),
+        lambda key: key.replace("model.layers", "model.language_model.layers"),
+        lambda key: key.replace(".weight", ".default.weight"),
+    ],
+    ids=["compiled", "experts compiled", "no peft prefix", "deeper", "adapter name"],
+)
+def test_unusual_prefixes_bind_every_tensor(tmp_path, change):
+    for name, tensors in {
+        "single": expert_tensors(),
+        "fused": fused_tensors(),
+        "stacked": stacked_tensors("w1", 1, EXPERTS) | pair(f"{BLOCK}.gate", EXPERTS, HIDDEN),
+    }.items():
+        config = {"target_parameters": BOTH} if name == "fused" else {"target_modules": None}
+        plain = by_place(read(write(tmp_path / name, tensors, **config)))
+        renamed = {change(key): tensor for key, tensor in tensors.items()}
+        modules = by_place(read(write(tmp_path / f"{name} renamed", renamed, **config)))
+        assert modules.keys() == plain.keys()
+        for place, module in modules.items():
+            assert torch.equal(module.a, plain[place].a)
+            assert torch.equal(module.b, plain[place].b)
+
+
 # ---- stacks
 
 

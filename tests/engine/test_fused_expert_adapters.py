@@ -114,6 +114,15 @@ def test_square_parameters_of_unknown_versions_are_refused(tmp_path, which, vers
         read(write(tmp_path, tensors, **config), SQUARE[which])
 
 
+def test_a_single_expert_was_never_swapped(tmp_path):
+    """PEFT then takes B A for the change of the weight, whatever the version."""
+    shapes = TinyMixture(hidden=2 * INTERMEDIATE, num_experts=1)
+    tensors = fused_tensors(("gate_up_proj",), shapes=shapes)
+    config = {"target_parameters": BOTH[:1], "peft_version": "0.18.1"}
+    modules = by_place(read(write(tmp_path, tensors, **config), shapes))
+    assert_deltas(modules, fused_deltas(tensors, ("gate_up_proj",), False, experts=1))
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_one_parameter_s_shapes_tell_for_both(tmp_path, swapped):
     shapes, which = SQUARE["gate_up_proj"], ("gate_up_proj", "down_proj")
