@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.lora_segments import weight_view
-from kernels.moe_combine import add_pair, add_shared
+from kernels.moe_combine import add_pair, add_shared, moe_combine_torch
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
     as_weights,
@@ -53,22 +53,24 @@ def _delta(
     BLOCK_R: tl.constexpr,
 ):
     """[BLOCK_N] float32: sum over pairs p and rank indices r of B_p[n, r] * weighted[p, r]."""
-    acc = tl.zeros([BLOCK_P, BLOCK_N, BLOCK_R], tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
     for first_rank in range(0, widest, BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
         s = _weighted(shrunk, pairs, ranks, factors, r, split_stride, SPLITS, STRIDE)
         # As in `load_b`, for all pairs together: one odd rank among them and none is vectorised.
+        # Columns come first in the tile: a warp then reads long runs of one B.
         if tl.max(ranks % VECTOR) == 0:
-            strides = ranks // VECTOR * VECTOR
-            places = n[None, :, None] * strides[:, None, None] + r[None, None, :]
-            mask = inside[None, :, None] & (r[None, None, :] < strides[:, None, None])
-            block = tl.load(b[:, None, None] + places, mask=mask, other=0.0)
+            strides = (ranks // VECTOR * VECTOR)[None, :, None]
+            places = n[:, None, None] * strides + r[None, None, :]
+            mask = inside[:, None, None] & (r[None, None, :] < strides)
+            block = tl.load(b[None, :, None] + places, mask=mask, other=0.0)
         else:
-            places = n[None, :, None] * ranks[:, None, None] + r[None, None, :]
-            mask = inside[None, :, None] & (r[None, None, :] < ranks[:, None, None])
-            block = tl.load(b[:, None, None] + places, mask=mask, other=0.0)
-        acc += block.to(tl.float32) * s[:, None, :]  # [BLOCK_P, BLOCK_N, BLOCK_R]
-    return tl.sum(tl.sum(acc, axis=2), axis=0)
+            strides = ranks[None, :, None]
+            places = n[:, None, None] * strides + r[None, None, :]
+            mask = inside[:, None, None] & (r[None, None, :] < strides)
+            block = tl.load(b[None, :, None] + places, mask=mask, other=0.0)
+        total += tl.sum(block.to(tl.float32) * s[None, :, :], axis=2)  # [BLOCK_N, BLOCK_P]
+    return tl.sum(total, axis=1)
 
 
 @triton.jit
@@ -89,12 +91,13 @@ def _shared_delta(
     BLOCK_R: tl.constexpr,
 ):
     """[BLOCK_N] float32: the same with one B of that rank: first over pairs, then B once."""
-    acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    total = tl.zeros([BLOCK_N], tl.float32)
     for first_rank in range(0, rank, BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
         s = _weighted(shrunk, pairs, ranks, factors, r, split_stride, SPLITS, STRIDE)
-        acc += load_b(b, n, r, rank, inside, VECTOR) * tl.sum(s, axis=0)[None, :]
-    return tl.sum(acc, axis=1)
+        b_block = load_b(b, n, r, rank, inside, VECTOR).to(tl.float32)
+        total += tl.sum(b_block * tl.sum(s, axis=0)[None, :], axis=1)
+    return total
 
 
 @triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=PAIR_TABLES)
@@ -141,7 +144,16 @@ def _moe_lora_down_kernel(
     enabled = tl.load(adapter_enabled + slot, mask=known, other=0)
     chosen = known & (experts >= 0) & (experts < NUM_EXPERTS)
     entries = slot * NUM_EXPERTS + experts
+    # All that a program may need of the tables in one wait, not one wait each.
     ranks = tl.load(lora_ranks + entries, mask=chosen, other=0)
+    addresses = tl.load(b_ptrs + entries, mask=chosen, other=0)
+    factors = tl.load(scalings + entries, mask=chosen, other=0.0)
+    factors *= tl.load(topk_weights + pairs, mask=chosen, other=0.0)
+    if outer_ranks is not None:
+        outer_rank = tl.load(outer_ranks + slot, mask=known, other=0)
+        outer_address = tl.load(outer_ptrs + slot, mask=known, other=0)
+    else:
+        outer_rank, outer_address = 0, 0
     ranks = tl.where(enabled != 0, ranks, 0)
     total = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(TOP_K):
@@ -153,12 +165,7 @@ def _moe_lora_down_kernel(
         total = add_pair(total, expert, weight, value)
     widest = tl.max(ranks)
     if widest > 0:
-        factors = tl.load(scalings + entries, mask=chosen, other=0.0)
-        factors *= tl.load(topk_weights + pairs, mask=chosen, other=0.0)
         split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
-        outer_rank = 0
-        if outer_ranks is not None:
-            outer_rank = tl.load(outer_ranks + slot)
         if outer_rank > 0:
             total += _shared_delta(
                 shrunk,
@@ -166,7 +173,7 @@ def _moe_lora_down_kernel(
                 ranks,
                 factors,
                 split_stride,
-                as_weights(tl.load(outer_ptrs + slot), arena),
+                as_weights(outer_address, arena),
                 outer_rank,
                 n,
                 inside,
@@ -183,7 +190,7 @@ def _moe_lora_down_kernel(
                 ranks,
                 factors,
                 split_stride,
-                as_weights(tl.load(b_ptrs + entries, mask=chosen, other=0), arena),
+                as_weights(addresses, arena),
                 widest,
                 n,
                 inside,
@@ -330,6 +337,7 @@ def moe_lora_down_triton(
         BLOCK_N=block_n,
         BLOCK_R=block_r,
         num_warps=4,
+        maxnreg=128,  # for the odd ranks' sake it would take more
     )
 
 
@@ -374,10 +382,8 @@ def moe_lora_down_torch(
     addresses, ranks, factors = b_ptrs[0].tolist(), lora_ranks[0].tolist(), scalings[0].tolist()
     weights = topk_weights.flatten().tolist()
     sums = shrunk[0] if len(shrunk) == 1 else shrunk.sum(0)  # [P, max_rank]
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    for j in range(top_k):
-        value = topk_weights[:, j, None] * down[j::top_k].float()  # [T, H]
-        total = torch.where(topk_ids[:, j, None] >= 0, total + value, total)
+    total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    moe_combine_torch(down, topk_ids, topk_weights, None, None, total)
     for pair, slot, expert in walk_pairs(row_adapter, adapter_enabled, topk_ids):
         rank = ranks[slot][expert] if expert >= 0 else 0
         if rank:

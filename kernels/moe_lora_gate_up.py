@@ -24,12 +24,33 @@ from kernels.op import define_op
 
 
 @triton.jit
-def _expand(
+def _slice_sum(
     shrunk,
     place,
     split_stride,
-    b,
+    block,
     rank,
+    r,
+    SPLITS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+):
+    """[BLOCK_N] float32: block [BLOCK_N, BLOCK_R] of B times shrunk at place + r."""
+    # Whole vectors of 4 are read, what lies beyond the rank in the last is dropped.
+    read = (r < (rank + 3) // 4 * 4) & (r < MAX_RANK)
+    s = sum_splits(shrunk, place + r, read, split_stride, SPLITS)
+    return tl.sum(block.to(tl.float32) * tl.where(r < rank, s, 0.0)[None, :], axis=1)
+
+
+@triton.jit
+def _expand(
+    shrunk,
+    gate_place,
+    up_place,
+    split_stride,
+    gate_b,
+    up_b,
+    gate_rank,
+    up_rank,
     n,
     inside,
     SPLITS: tl.constexpr,
@@ -38,70 +59,20 @@ def _expand(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """[BLOCK_N] float32: B[n] . (sum over splits of shrunk at place .. place + rank)."""
-    acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    for first_rank in range(0, rank, BLOCK_R):
+    """Two of [BLOCK_N] float32, B a of gate and of up; both Bs are under way at once."""
+    gate_sums = tl.zeros([BLOCK_N], tl.float32)
+    up_sums = tl.zeros([BLOCK_N], tl.float32)
+    for first_rank in range(0, tl.maximum(gate_rank, up_rank), BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
-        b_block = load_b(b, n, r, rank, inside, VECTOR)
-        # Whole vectors of 4 are read, what lies beyond the rank in the last is dropped.
-        read = (r < (rank + 3) // 4 * 4) & (r < MAX_RANK)
-        s = sum_splits(shrunk, place + r, read, split_stride, SPLITS)
-        acc += b_block * tl.where(r < rank, s, 0.0)[None, :]
-    return tl.sum(acc, axis=1)
-
-
-@triton.jit
-def _plus_delta(
-    base,
-    shrunk,
-    place,
-    split_stride,
-    b,
-    rank,
-    scaling,
-    n,
-    inside,
-    SPLITS: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """base + scaling * B a; base's very bits at rank 0. One of two tiles, by the true rank."""
-    if rank > 0:
-        if rank <= NARROW:
-            sums = _expand(
-                shrunk,
-                place,
-                split_stride,
-                b,
-                rank,
-                n,
-                inside,
-                SPLITS,
-                MAX_RANK,
-                VECTOR,
-                BLOCK_N,
-                NARROW,
-            )
-        else:
-            sums = _expand(
-                shrunk,
-                place,
-                split_stride,
-                b,
-                rank,
-                n,
-                inside,
-                SPLITS,
-                MAX_RANK,
-                VECTOR,
-                BLOCK_N,
-                WIDE,
-            )
-        base += scaling * sums
-    return base
+        gate_block = load_b(gate_b, n, r, gate_rank, inside, VECTOR)
+        up_block = load_b(up_b, n, r, up_rank, inside, VECTOR)
+        gate_sums += _slice_sum(
+            shrunk, gate_place, split_stride, gate_block, gate_rank, r, SPLITS, MAX_RANK
+        )
+        up_sums += _slice_sum(
+            shrunk, up_place, split_stride, up_block, up_rank, r, SPLITS, MAX_RANK
+        )
+    return gate_sums, up_sums
 
 
 @triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=PAIR_TABLES)
@@ -161,42 +132,51 @@ def _moe_lora_gate_up_kernel(
         up_outer = tl.load(outer_ranks + MAX_LORAS + slot, mask=known, other=0)
         gate_pair = tl.where(gate_outer > 0, first, pair)
         up_pair = tl.where(up_outer > 0, first, pair)
-    if enabled != 0:
+    widest = tl.where(enabled != 0, tl.maximum(gate_rank, up_rank), 0)
+    if widest > 0:
         split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
-        gate = _plus_delta(
-            gate,
-            shrunk,
-            gate_pair.to(tl.int64) * SHRUNK_STRIDE,
-            split_stride,
-            as_weights(gate_address, arena),
-            gate_rank,
-            gate_scaling,
-            n,
-            inside,
-            SPLITS,
-            MAX_RANK,
-            VECTOR,
-            BLOCK_N,
-            NARROW,
-            WIDE,
-        )
-        up = _plus_delta(
-            up,
-            shrunk,
-            up_pair.to(tl.int64) * SHRUNK_STRIDE + MAX_RANK,
-            split_stride,
-            as_weights(up_address, arena),
-            up_rank,
-            up_scaling,
-            n,
-            inside,
-            SPLITS,
-            MAX_RANK,
-            VECTOR,
-            BLOCK_N,
-            NARROW,
-            WIDE,
-        )
+        gate_place = gate_pair.to(tl.int64) * SHRUNK_STRIDE
+        up_place = up_pair.to(tl.int64) * SHRUNK_STRIDE + MAX_RANK
+        gate_b = as_weights(gate_address, arena)
+        up_b = as_weights(up_address, arena)
+        if widest <= NARROW:
+            gate_sums, up_sums = _expand(
+                shrunk,
+                gate_place,
+                up_place,
+                split_stride,
+                gate_b,
+                up_b,
+                gate_rank,
+                up_rank,
+                n,
+                inside,
+                SPLITS,
+                MAX_RANK,
+                VECTOR,
+                BLOCK_N,
+                NARROW,
+            )
+        else:
+            gate_sums, up_sums = _expand(
+                shrunk,
+                gate_place,
+                up_place,
+                split_stride,
+                gate_b,
+                up_b,
+                gate_rank,
+                up_rank,
+                n,
+                inside,
+                SPLITS,
+                MAX_RANK,
+                VECTOR,
+                BLOCK_N,
+                WIDE,
+            )
+        gate = tl.where(gate_rank > 0, gate + gate_scaling * gate_sums, gate)
+        up = tl.where(up_rank > 0, up + up_scaling * up_sums, up)
     result = activate(gate, KIND) * up
     place = out + pair.to(tl.int64) * OUT_STRIDE + n
     tl.store(place, result.to(out.dtype.element_ty), mask=inside)
@@ -306,8 +286,9 @@ def moe_lora_gate_up_triton(
         VECTOR=16 // arena.element_size(),
         BLOCK_N=block_n,
         NARROW=min(16, ranks),
-        WIDE=min(64, ranks),
+        WIDE=min(32, ranks),
         num_warps=2 if block_n < 128 else 4,
+        maxnreg=None if block_n == 32 else 128,  # for the odd ranks' sake it would take more
     )
 
 

@@ -56,7 +56,7 @@ def sum_splits(shrunk, places, mask, split_stride, SPLITS: tl.constexpr):
 
 @triton.jit
 def load_b(b, n, r, rank, inside, VECTOR: tl.constexpr):
-    """B[n, r] of a [N, rank] matrix as [len(n), len(r)]; 0 beyond its rank and off `inside`.
+    """B[n, r] of a [N, rank] matrix, in its dtype; 0 beyond its rank and off `inside`.
 
     Rows start on 16 bytes only at ranks that are multiples of VECTOR, which is data: said in a
     way that the compiler can use where it holds.
@@ -68,7 +68,7 @@ def load_b(b, n, r, rank, inside, VECTOR: tl.constexpr):
     else:
         mask = inside[:, None] & (r < rank)[None, :]
         block = tl.load(b + n[:, None] * rank + r[None, :], mask=mask, other=0.0)
-    return block.to(tl.float32)
+    return block
 
 
 def check_pairs(

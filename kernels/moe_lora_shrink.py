@@ -85,15 +85,15 @@ def _moe_lora_shrink_kernel(
     end_k = tl.minimum(first_k + blocks_per_split * BLOCK_K, K)
     for tile in range(first_rank, rank, RANK_PROGRAMS * BLOCK_R):
         ranks = tile + tl.arange(0, BLOCK_R)
-        acc = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
+        sums = tl.zeros([BLOCK_R], tl.float32)
         for start in range(first_k, end_k, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             a_places = a + ranks[:, None] * K + k[None, :]
             a_mask = (ranks < rank)[:, None] & (k < K)[None, :]
             a_block = tl.load(a_places, mask=a_mask, other=0.0)  # [BLOCK_R, BLOCK_K]
             x_block = tl.load(x_row + k, mask=k < K, other=0.0)  # [BLOCK_K]
-            acc += a_block.to(tl.float32) * x_block.to(tl.float32)[None, :]
-        tl.store(shrunk + place + ranks, tl.sum(acc, axis=1), mask=ranks < rank)
+            sums += tl.sum(a_block.to(tl.float32) * x_block.to(tl.float32)[None, :], axis=1)
+        tl.store(shrunk + place + ranks, sums, mask=ranks < rank)
 
 
 def _check(
