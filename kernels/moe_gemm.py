@@ -13,94 +13,26 @@ At decode both are bound by reading weights: what counts is how many bytes are i
 the ways it takes, never on the other pairs or its place among them.
 """
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.moe_gemm_config import (
+    BLOCK_SIZES_M,
+    MoeGemmConfig,
+    fitted,
+    moe_gemm_config,
+)
 from kernels.op import define_op
 
-
-@dataclass(frozen=True)
-class MoeGemmConfig:
-    """How one launch is tiled.
-
-    group_blocks: so many blocks of pairs share a tile of weights before the next tile's turn.
-    swapped: weights are the left operand of the product, the pairs the right one; few pairs then
-    still fill a warp group's product on Hopper.
-    """
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_blocks: int = 1
-    swapped: bool = False
-
-    def shared_bytes(self, block_m: int, itemsize: int) -> int:
-        """Bound on the shared memory of the pipelined loads."""
-        return (self.block_n + block_m) * self.block_k * itemsize * self.num_stages
-
-
-BLOCK_SIZES_M = (16, 64, 128)
-
-_UNSORTED = MoeGemmConfig(16, 512, 4, 2)
-_BY_BLOCK_M = {
-    16: MoeGemmConfig(64, 128, 4, 4, swapped=True),
-    64: MoeGemmConfig(128, 64, 4, 4, group_blocks=8),
-    128: MoeGemmConfig(128, 64, 8, 4, group_blocks=8),
-}
-_WIDE = MoeGemmConfig(32, 32, 4, 2)  # float32: no tensor cores, tiles in registers
-_BY_SHAPE: dict[tuple[int, int, int], MoeGemmConfig] = {}
-"""Measured exceptions, by (block_size_m or 0 when unsorted, N, K)."""
-
-
-def moe_block_size_m(num_pairs: int, num_experts: int) -> int:
-    """Pairs per block, for `moe_align_block_size` and `moe_gemm`, from the shapes alone.
-
-    Blocks of 16 until the experts' mean share outgrows them: larger blocks read weights less
-    often, smaller ones waste fewer rows.
-    """
-    mean = num_pairs / num_experts
-    return 16 if mean <= 16 else 64 if mean <= 128 else 128
-
-
-def moe_gemm_config(
-    block_size_m: int, in_features: int, out_features: int, itemsize: int
-) -> MoeGemmConfig:
-    """The configuration of a launch; block_size_m is 0 for unsorted pairs."""
-    if block_size_m == 0:
-        return _BY_SHAPE.get((0, out_features, in_features), _UNSORTED)
-    if itemsize == 4:
-        return _WIDE
-    return _BY_SHAPE.get((block_size_m, out_features, in_features), _BY_BLOCK_M[block_size_m])
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-
-
-def _fitted(
-    config: MoeGemmConfig, block_m: int, itemsize: int, device: torch.device
-) -> MoeGemmConfig:
-    """The configuration with as many stages as the card's shared memory holds; same bits."""
-    stages = config.num_stages
-    while stages > 1 and config.shared_bytes(block_m, itemsize) > _shared_memory(device):
-        stages -= 1
-        config = replace(config, num_stages=stages)
-    return config
+__all__ = ["launch_moe_gemm", "moe_block_size_m", "moe_gemm", "moe_gemm_torch", "moe_gemm_triton"]
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _moe_gemm_sorted_kernel(
     x,  # [Tx, K]
-    weight,  # [E, N, K]
+    weight,  # [E, N, K], a pointer or a descriptor
     sorted_token_ids,
     expert_ids,
     num_tokens_post_padded,
@@ -115,6 +47,7 @@ def _moe_gemm_sorted_kernel(
     OUT_STRIDE: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     SWAPPED: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -130,14 +63,16 @@ def _moe_gemm_sorted_kernel(
         block, tile_n = first_block + place % group, place // group
     if block * BLOCK_M >= tl.load(num_tokens_post_padded):
         return
-    expert = tl.load(expert_ids + block).to(tl.int64)
+    expert = tl.load(expert_ids + block)
     pairs = tl.load(sorted_token_ids + block * BLOCK_M + tl.arange(0, BLOCK_M))
     live = pairs < num_pairs
     rows = tl.where(live, pairs // PAIRS_PER_ROW, 0).to(tl.int64)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offsets = tl.arange(0, BLOCK_K)
     x_places = x + rows[:, None] * X_STRIDE + offsets[None, :]
-    w_places = weight + expert * EXPERT_STRIDE + n[:, None] * WEIGHT_STRIDE + offsets[None, :]
+    if not DESCRIPTOR:
+        matrix = weight + expert.to(tl.int64) * EXPERT_STRIDE
+        w_places = matrix + n[:, None] * WEIGHT_STRIDE + offsets[None, :]
     if SWAPPED:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -151,7 +86,10 @@ def _moe_gemm_sorted_kernel(
         if K % BLOCK_K != 0:
             inside = (start + offsets < K)[None, :]
             x_mask, w_mask = x_mask & inside, w_mask & inside
-        if N % BLOCK_N != 0 or K % BLOCK_K != 0:
+        if DESCRIPTOR:  # zeros beyond N and K
+            w_block = weight.load([expert, tile_n * BLOCK_N, start])
+            w_block = tl.reshape(w_block, [BLOCK_N, BLOCK_K])
+        elif N % BLOCK_N != 0 or K % BLOCK_K != 0:
             w_block = tl.load(
                 w_places + start, mask=w_mask, other=0.0, eviction_policy="evict_first"
             )  # [BLOCK_N, BLOCK_K]
@@ -244,6 +182,12 @@ def _check(
     )
 
 
+def _describable(weight: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can stand for `weight`: everything on 16 bytes."""
+    places = (weight.data_ptr(), *(s * weight.element_size() for s in weight.stride()[:-1]))
+    return all(place % 16 == 0 for place in places)
+
+
 def launch_moe_gemm(
     config: MoeGemmConfig,
     x: torch.Tensor,
@@ -282,9 +226,11 @@ def launch_moe_gemm(
         )
         return
     num_blocks = expert_ids.numel()
+    descriptor = config.descriptor and _describable(weight)
+    tile = [1, config.block_n, config.block_k]
     _moe_gemm_sorted_kernel[(num_blocks * tiles_n,)](
         x,
-        weight,
+        TensorDescriptor.from_tensor(weight, tile) if descriptor else weight,
         sorted_token_ids,
         expert_ids,
         num_tokens_post_padded,
@@ -292,6 +238,7 @@ def launch_moe_gemm(
         num_pairs,
         num_blocks,
         SWAPPED=config.swapped,
+        DESCRIPTOR=descriptor,
         GROUP_BLOCKS=config.group_blocks,
         BLOCK_M=block_size_m,
         BLOCK_K=config.block_k,
@@ -324,7 +271,7 @@ def moe_gemm_triton(
     block_m = 0 if sorted_token_ids is None else block_size_m
     itemsize = weight.element_size()
     config = moe_gemm_config(block_m, weight.shape[2], weight.shape[1], itemsize)
-    config = _fitted(config, block_m, itemsize, x.device)
+    config = fitted(config, block_m, itemsize, x.device)
     launch_moe_gemm(config, x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
 
 

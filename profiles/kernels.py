@@ -22,7 +22,8 @@ import torch
 from kernels.activation import gated_activation
 from kernels.moe_align import moe_align_block_size
 from kernels.moe_combine import moe_combine
-from kernels.moe_gemm import moe_block_size_m, moe_gemm
+from kernels.moe_gemm import moe_gemm
+from kernels.moe_gemm_config import moe_block_size_m
 from kernels.moe_lora_down import moe_lora_down
 from kernels.moe_lora_gate_up import moe_lora_gate_up
 from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_split_k

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.moe_gemm import MoeGemmConfig, launch_moe_gemm, moe_block_size_m
+from kernels.moe_gemm import launch_moe_gemm
+from kernels.moe_gemm_config import MoeGemmConfig, moe_block_size_m
 from profiles.launch_time import launch_us
 from profiles.moe_layer import NO_SORT, MoeLayer, MoeStep, routed_step
 
@@ -17,12 +18,12 @@ LAUNCHES = 16
 
 
 def _configs(text: str, group_blocks: int = 1) -> list[MoeGemmConfig]:
-    """One a word: block_n x block_k x warps x stages, `s` behind it where swapped."""
+    """One a word: block_n x block_k x warps x stages, then `s`: swapped, `d`: descriptor."""
     configs = []
     for word in text.split():
-        block_n, block_k, warps, stages = map(int, word.removesuffix("s").split("x"))
-        swapped = word.endswith("s")
-        configs.append(MoeGemmConfig(block_n, block_k, warps, stages, group_blocks, swapped))
+        block_n, block_k, warps, stages = map(int, word.rstrip("sd").split("x"))
+        flags = {"swapped": "s" in word, "descriptor": "d" in word}
+        configs.append(MoeGemmConfig(block_n, block_k, warps, stages, group_blocks, **flags))
     return configs
 
 
@@ -32,17 +33,24 @@ CANDIDATES = {
         "16x256x4x3 16x256x4x5 16x512x4x3 16x512x4x4 16x512x8x3 32x256x4x3 32x256x8x4 4x1024x4x3"
     ),
     16: _configs(
-        "64x64x4x4s 64x64x4x6s 64x128x4x3s 64x128x4x4s 64x128x4x5s 64x256x4x3s 64x256x4x4s "
-        "128x64x4x4s 128x64x4x6s 128x128x4x3s 128x128x4x4s 128x128x8x4s 128x64x8x5s "
-        "32x128x4x4s 32x256x4x3s 16x256x2x4 32x128x2x4 32x128x4x3 32x128x4x5 32x256x4x3 "
-        "32x256x4x4 64x128x4x3 64x128x4x4 64x128x8x3 64x256x4x3 128x64x4x4"
+        "64x64x4x6s 64x128x4x3s 64x128x4x4s 64x128x4x5s 64x256x4x3s 64x256x4x4s 128x64x4x4s "
+        "128x64x4x6s 128x128x4x3s 128x128x4x4s 128x128x8x4s 128x64x8x5s 32x128x4x4s "
+        "16x256x2x4 32x128x2x4 32x128x4x3 32x128x4x5 32x256x4x3 32x256x4x4 64x128x4x3 64x128x4x4 "
+        "64x128x8x3 128x64x4x4 "
+        "64x64x4x6sd 64x64x4x8sd 64x128x4x3sd 64x128x4x4sd 64x128x4x6sd 64x256x4x3sd 64x256x4x4sd "
+        "128x64x4x4sd 128x64x4x6sd 128x128x4x3sd 128x128x4x4sd 128x128x8x4sd 32x128x4x5d "
+        "32x256x4x4d"
     ),
     64: _configs(
         "128x64x4x3 128x64x4x4 128x64x8x4 128x128x8x3 256x64x8x3 256x64x8x4 128x64x4x4s "
-        "128x64x8x4s",
+        "128x64x4x4d 128x64x8x4d 256x64x8x4d 128x64x4x4sd",
         8,
     ),
-    128: _configs("128x64x4x3 128x64x8x3 128x64x8x4 128x64x8x5 128x128x8x2 256x64x8x3", 8),
+    128: _configs(
+        "128x64x4x3 128x64x8x3 128x64x8x4 128x64x8x5 128x128x8x2 256x64x8x3 128x64x8x4d "
+        "128x64x4x3d 256x64x8x3d",
+        8,
+    ),
 }
 
 
@@ -181,4 +189,4 @@ def _rank(product: Product, configs: list[MoeGemmConfig]) -> None:
 
 def _short(config: MoeGemmConfig) -> str:
     sizes = (config.block_n, config.block_k, config.num_warps, config.num_stages)
-    return "x".join(map(str, sizes)) + ("s" if config.swapped else "")
+    return "x".join(map(str, sizes)) + "s" * config.swapped + "d" * config.descriptor

@@ -6,16 +6,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kernels import moe_gemm as module
-from kernels.moe_gemm import (
+from kernels import moe_gemm_config as tables
+from kernels.moe_gemm import launch_moe_gemm, moe_gemm, moe_gemm_torch, moe_gemm_triton
+from kernels.moe_gemm_config import (
     BLOCK_SIZES_M,
     MoeGemmConfig,
-    launch_moe_gemm,
+    fitted,
     moe_block_size_m,
-    moe_gemm,
     moe_gemm_config,
-    moe_gemm_torch,
-    moe_gemm_triton,
 )
 from tests.kernels.cross_compile import compile_launches
 
@@ -155,12 +153,21 @@ def test_kernels_match_twin(kernel_device, name):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("descriptor", [False, True])
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("group_blocks", [1, 2, 8])
-def test_configurations_change_no_result(kernel_device, swapped, group_blocks):
+def test_configurations_change_no_result(kernel_device, group_blocks, swapped, descriptor):
     """Groups that do not divide the number of blocks, more tiles than one in N and in K."""
     case = Case(37, 2, 6, 72, 80, 16)
-    config = MoeGemmConfig(32, 32, 4, 2, group_blocks, swapped)
+    config = MoeGemmConfig(32, 32, 4, 2, group_blocks, swapped, descriptor)
+    found = product(lambda *inputs: launch_moe_gemm(config, *inputs), case, kernel_device)
+    assert_equal_products(found, by_hand(case), case)
+
+
+@pytest.mark.kernel
+def test_weights_off_16_bytes_need_no_descriptor(kernel_device):
+    case = CASES["odd"]
+    config = MoeGemmConfig(32, 32, 4, 2, 1, True, True)
     found = product(lambda *inputs: launch_moe_gemm(config, *inputs), case, kernel_device)
     assert_equal_products(found, by_hand(case), case)
 
@@ -234,7 +241,7 @@ def every_config() -> dict[tuple[int, int, int], MoeGemmConfig]:
         (block_m, 200, 1000): moe_gemm_config(block_m, 1000, 200, 2)
         for block_m in (0, *BLOCK_SIZES_M)
     }
-    return configs | module._BY_SHAPE
+    return configs | tables._BY_SHAPE
 
 
 @pytest.mark.parametrize("place", every_config())
@@ -246,25 +253,36 @@ def test_configurations_fit_every_target(place):
         assert config.shared_bytes(block_m, 2) <= 163 * 1024
 
 
-def test_stages_shrink_to_the_cards_shared_memory(monkeypatch):
-    monkeypatch.setattr(module, "_shared_memory", lambda device: 99 * 1024)
-    config = MoeGemmConfig(128, 64, 8, 4)
-    fitted = module._fitted(config, 128, 2, torch.device("cpu"))
-    assert fitted == replace(config, num_stages=3)
+def test_configurations_take_what_the_card_has(monkeypatch):
+    config, device = MoeGemmConfig(128, 64, 8, 4, descriptor=True), torch.device("cpu")
+    assert fitted(config, 128, 2, device) == config
+    monkeypatch.setattr(tables, "_card", lambda device: (99 * 1024, False))
+    expected = replace(config, num_stages=3, descriptor=False)
+    assert fitted(config, 128, 2, device) == expected
 
 
 @pytest.mark.parametrize("place", every_config())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiles_for_every_target(place, dtype):
     block_size_m, out_features, in_features = place
-    if dtype == torch.float32 and out_features != 200:
-        pytest.skip("has no entries by shape")
+    if dtype == torch.float32 and (out_features != 200 or block_size_m in (16, 128)):
+        pytest.skip("one configuration serves all of float32's shapes and blocks")
     ids = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
     buffers = sorted_pairs(ids, block_size_m, 2)
     x = torch.zeros(2, in_features, dtype=dtype)
     weight = torch.zeros(2, out_features, in_features, dtype=dtype)
     out = torch.zeros(4, out_features, dtype=dtype)
     assert compile_launches(moe_gemm_triton, x, weight, ids, *buffers, block_size_m, 2, out) == 1
+
+
+@pytest.mark.parametrize("block_size_m", [16, 128])
+def test_descriptors_compile_for_every_target(block_size_m):
+    config = MoeGemmConfig(64, 64, 4, 3, 1, block_size_m == 16, True)
+    ids = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+    x, weight = torch.zeros(2, 200).bfloat16(), torch.zeros(2, 80, 200).bfloat16()
+    inputs = (x, weight, ids, *sorted_pairs(ids, block_size_m, 2), block_size_m, 2)
+    out = torch.zeros(4, 80).bfloat16()
+    assert compile_launches(launch_moe_gemm, config, *inputs, out) == 1
 
 
 def test_launcher_refuses_what_the_kernels_do_not_read():

@@ -1,0 +1,84 @@
+"""How the grouped GEMM is tiled: block sizes from the shapes, and a table of what was measured."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class MoeGemmConfig:
+    """How one launch is tiled.
+
+    group_blocks: so many blocks of pairs share a tile of weights before the next tile's turn.
+    swapped: weights are the left operand of the product, the pairs the right one; few pairs then
+    still fill a warp group's product on Hopper.
+    descriptor: weights come through a tensor descriptor (Hopper's bulk copies) where their
+    address and strides allow it; never in unsorted launches.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_blocks: int = 1
+    swapped: bool = False
+    descriptor: bool = False
+
+    def shared_bytes(self, block_m: int, itemsize: int) -> int:
+        """Bound on the shared memory of the pipelined loads."""
+        return (self.block_n + block_m) * self.block_k * itemsize * self.num_stages
+
+
+BLOCK_SIZES_M = (16, 64, 128)
+
+_UNSORTED = MoeGemmConfig(16, 512, 4, 2)
+_BY_BLOCK_M = {
+    16: MoeGemmConfig(64, 128, 4, 4, swapped=True),
+    64: MoeGemmConfig(128, 64, 4, 4, group_blocks=8),
+    128: MoeGemmConfig(128, 64, 8, 4, group_blocks=8),
+}
+_WIDE = MoeGemmConfig(32, 32, 4, 2)  # float32: no tensor cores, tiles in registers
+_BY_SHAPE: dict[tuple[int, int, int], MoeGemmConfig] = {}
+"""Measured exceptions, by (block_size_m or 0 when unsorted, N, K)."""
+
+
+def moe_block_size_m(num_pairs: int, num_experts: int) -> int:
+    """Pairs per block, for `moe_align_block_size` and `moe_gemm`, from the shapes alone.
+
+    Blocks of 16 until the experts' mean share outgrows them: larger blocks read weights less
+    often, smaller ones waste fewer rows.
+    """
+    mean = num_pairs / num_experts
+    return 16 if mean <= 16 else 64 if mean <= 128 else 128
+
+
+def moe_gemm_config(
+    block_size_m: int, in_features: int, out_features: int, itemsize: int
+) -> MoeGemmConfig:
+    """The configuration of a launch; block_size_m is 0 for unsorted pairs."""
+    if block_size_m == 0:
+        return _BY_SHAPE.get((0, out_features, in_features), _UNSORTED)
+    if itemsize == 4:
+        return _WIDE
+    return _BY_SHAPE.get((block_size_m, out_features, in_features), _BY_BLOCK_M[block_size_m])
+
+
+@lru_cache
+def _card(device: torch.device) -> tuple[int, bool]:
+    """Shared memory a block may take, and whether there are bulk copies; as Hopper without CUDA."""
+    if device.type != "cuda":
+        return 227 * 1024, True
+    properties = torch.cuda.get_device_properties(device)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return shared, properties.major >= 9
+
+
+def fitted(
+    config: MoeGemmConfig, block_m: int, itemsize: int, device: torch.device
+) -> MoeGemmConfig:
+    """`config` with what this card has: as many stages as fit, bulk copies if any; same bits."""
+    shared, bulk_copies = _card(device)
+    a_stage = config.shared_bytes(block_m, itemsize) // config.num_stages
+    stages = max(1, min(config.num_stages, shared // a_stage))
+    return replace(config, num_stages=stages, descriptor=config.descriptor and bulk_copies)
