@@ -22,6 +22,7 @@ from kernels.moe_gemm_config import (
     BLOCK_SIZES_M,
     MoeGemmConfig,
     fitted,
+    moe_block_size_m,
     moe_gemm_config,
 )
 from kernels.op import define_op
