@@ -118,9 +118,13 @@ def by_hand(case: Case) -> torch.Tensor:
 
 
 def assert_equal_products(found: torch.Tensor, expected: torch.Tensor, case: Case) -> None:
-    """Within one rounding of the dtype, and float32's of a sum of in_features terms near 1."""
-    eps = EPS[case.dtype]
-    assert_close(found.double(), expected.double(), rtol=eps, atol=4e-6, equal_nan=True)
+    """Within one rounding of the dtype, and float32's of a sum of in_features terms near 1.
+
+    Roundings of the running sum, of 6e-8 each, add up like a random walk; largest of many.
+    """
+    atol = 2e-6 + 2.5e-7 * case.in_features**0.5
+    rtol = EPS[case.dtype]
+    assert_close(found.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
 CASES = {
