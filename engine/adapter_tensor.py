@@ -32,15 +32,10 @@ class AdapterTensor:
             raise self.refusal(f"is {self.tensor.dtype}", accepted)
         if self.shape != shape:
             raise self.refusal(f"has shape {list(self.shape)}", f"{list(shape)} ({why})")
-        if not bool(torch.isfinite(self.tensor).all()):
+        extremes = torch.stack(torch.aminmax(self.tensor))  # NaN if any value is
+        if not bool(extremes.isfinite().all()):
             raise self.refusal("holds NaN or infinity", "finite values")
-        if served is not None and not _stays_finite(self.tensor, served):
+        if served is not None and not bool(extremes.to(served).isfinite().all()):
             name, largest = str(served).removeprefix("torch."), torch.finfo(served).max
             raise self.refusal(f"overflows in {name}, as the engine runs", f"up to {largest:g}")
         return self.tensor
-
-
-def _stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether finite values are finite in `dtype` too; those that round to its largest are."""
-    narrows = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
-    return not narrows or bool(torch.isfinite(tensor.to(dtype)).all())

@@ -32,14 +32,17 @@ class MoeGemmConfig:
 
 BLOCK_SIZES_M = (16, 64, 128)
 
-_UNSORTED = MoeGemmConfig(16, 512, 4, 2)
+# Swept on an H200, `python -m profiles.kernels moe --sweep`.
+_UNSORTED = MoeGemmConfig(4, 1024, 4, 1)
 _BY_BLOCK_M = {
-    16: MoeGemmConfig(64, 128, 4, 4, swapped=True),
-    64: MoeGemmConfig(128, 64, 4, 4, group_blocks=8),
-    128: MoeGemmConfig(128, 64, 8, 4, group_blocks=8),
+    16: MoeGemmConfig(64, 128, 4, 3, swapped=True),
+    64: MoeGemmConfig(128, 64, 4, 3, group_blocks=8),
+    128: MoeGemmConfig(256, 64, 8, 3, group_blocks=8),
 }
 _WIDE = MoeGemmConfig(32, 32, 4, 2)  # float32: no tensor cores, tiles in registers
-_BY_SHAPE: dict[tuple[int, int, int], MoeGemmConfig] = {}
+_BY_SHAPE: dict[tuple[int, int, int], MoeGemmConfig] = {
+    (64, 1536, 2048): MoeGemmConfig(256, 64, 8, 4, group_blocks=8),
+}
 """Measured exceptions, by (block_size_m or 0 when unsorted, N, K)."""
 
 
