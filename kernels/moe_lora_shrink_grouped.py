@@ -60,13 +60,13 @@ def _find_a(
     PAIRS_PER_ROW: tl.constexpr,
 ):
     """A slice's A and rank for a group, and the step between the pairs that it multiplies."""
-    place = stacked * (MAX_LORAS * NUM_EXPERTS) + entry
+    place = entry + stacked * (MAX_LORAS * NUM_EXPERTS)
     address = tl.load(a_ptrs + place)
     rank = tl.load(lora_ranks + place)
     step = 1
     if outer_ranks is not None:
-        outer_rank = tl.load(outer_ranks + stacked * MAX_LORAS + slot)
-        outer_address = tl.load(outer_ptrs + stacked * MAX_LORAS + slot)
+        outer_rank = tl.load(outer_ranks + slot + stacked * MAX_LORAS)
+        outer_address = tl.load(outer_ptrs + slot + stacked * MAX_LORAS)
         address = tl.where(outer_rank > 0, outer_address, address)
         step = tl.where(outer_rank > 0, PAIRS_PER_ROW, 1)
         rank = tl.where(outer_rank > 0, outer_rank, rank)
