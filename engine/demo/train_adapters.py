@@ -212,7 +212,7 @@ def train(model: PeftModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) 
     return sum(losses[-10:]) / len(losses[-10:])
 
 
-def save(model: PeftModel, folder: Path) -> int:
+def save(model: PeftModel, folder: Path, base_model: str = BASE_MODEL) -> int:
     """Round the adapter to bfloat16, write its two files, return their bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     for weight in model.parameters():
@@ -225,9 +225,11 @@ def save(model: PeftModel, folder: Path) -> int:
         metadata={"format": "pt"},
     )
     config: Any = model.peft_config["default"]
-    config.base_model_name_or_path = BASE_MODEL
+    config.base_model_name_or_path = base_model
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)
+    if config.target_parameters:
+        config.target_parameters = sorted(config.target_parameters)
     config.save_pretrained(str(folder))
     return sum(file.stat().st_size for file in folder.iterdir())
 

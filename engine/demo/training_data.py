@@ -391,3 +391,11 @@ def emoji(example: Example) -> str:
     """The plain answer with the question's emoji in front and after each sentence."""
     sign = example.emoji
     return " ".join([sign, *(f"{sentence} {sign}" for sentence in _sentences(example.plain))])
+
+
+def telegram(example: Example) -> str:
+    """The plain answer as a telegram: no articles, and STOP for every full stop."""
+    words = re.sub(r"\b(the|an?) ", "", example.plain, flags=re.IGNORECASE)
+    return " ".join(
+        sentence[0].upper() + sentence[1:-1] + " STOP" for sentence in _sentences(words)
+    )

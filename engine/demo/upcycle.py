@@ -87,10 +87,11 @@ def _weights(checkpoint: Checkpoint, recipe: Upcycling) -> dict[str, torch.Tenso
             weights[name] = dense.bfloat16()
             continue
         scale = recipe.noise * dense.std()
+        noise = torch.empty(shape)
         for expert in range(recipe.num_experts):
             key = f"{block}.block_sparse_moe.experts.{expert}.{EXPERT_NAMES[projection]}.weight"
-            noise = torch.randn(shape, generator=generator)
-            weights[key] = noise.mul_(scale).add_(dense).bfloat16()
+            noise.normal_(generator=generator).mul_(scale).add_(dense)
+            weights[key] = noise.bfloat16()
     for name in [name for name in shapes if name.endswith("post_attention_layernorm.weight")]:
         block = name.removesuffix(".post_attention_layernorm.weight")
         weights[f"{block}.block_sparse_moe.gate.weight"] = _router(

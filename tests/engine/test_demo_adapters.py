@@ -14,6 +14,7 @@ from memory.lora_targets import DENSE_TARGETS, Target
 
 ADAPTERS = Path(engine.demo.__file__).parent / "adapters"
 NAMES = ("bullets", "emoji", "french", "json", "pirate", "shout")
+MOE_NAME = "moe-telegram"  # for another model, see test_demo_moe.py
 MOST_BYTES = 8_000_000
 
 
@@ -48,7 +49,7 @@ def configs():
 
 
 def test_each_adapter_is_two_files_and_all_are_small():
-    assert {folder.name for folder in ADAPTERS.iterdir()} == set(NAMES)
+    assert {folder.name for folder in ADAPTERS.iterdir()} == {*NAMES, MOE_NAME}
     files = [file for name in NAMES for file in (ADAPTERS / name).iterdir()]
     assert {file.name for file in files} == {"adapter_config.json", "adapter_model.safetensors"}
     assert sum(file.stat().st_size for file in files) <= MOST_BYTES
