@@ -1,18 +1,23 @@
-# make demo   decode one batch with six adapters, in an environment made for it
-# make test   every test that this machine can run
-# make lint   ruff and mypy
-# make check  lint and test
+# make demo      decode one batch with six adapters, in an environment made for it
+# make demo-moe  the same with a mixture of experts and an adapter of its experts
+# make test      every test that this machine can run
+# make lint      ruff and mypy
+# make check     lint and test
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
+MOE_MODEL := .models/SmolLM2-135M-Instruct-4x2
 
-.PHONY: demo test lint check clean
+.PHONY: demo demo-moe test lint check clean
 
 demo: $(VENV)/.installed $(MODEL)
 	$(BIN)/python -m engine.demo $(MODEL)
+
+demo-moe: $(VENV)/.installed $(MOE_MODEL)
+	$(BIN)/python -m engine.demo --moe $(MOE_MODEL)
 
 test: $(VENV)/.installed $(MODEL)
 	$(BIN)/python -m pytest
@@ -34,6 +39,9 @@ $(VENV)/.installed: pyproject.toml
 
 $(MODEL): | $(VENV)/.installed
 	$(BIN)/python -m engine.demo.model_file .models
+
+$(MOE_MODEL): | $(VENV)/.installed $(MODEL)
+	$(BIN)/python -m engine.demo.upcycle $(MODEL) $@
 
 clean:
 	rm -rf $(VENV) .models build *.egg-info .pytest_cache .ruff_cache .mypy_cache

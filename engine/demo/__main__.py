@@ -1,9 +1,11 @@
 """One batch, every row with another adapter or none, shown side by side.
 
     python -m engine.demo PATH [--max-tokens 60] [--graphs auto|cuda|tape|off] [--device cuda|cpu]
+    python -m engine.demo --moe PATH [...]
 
-PATH is SmolLM2-135M-Instruct, as a .gguf file or a directory in Hugging Face layout. Each question
-is asked twice in the batch: of the base model and with an adapter trained for it.
+PATH is SmolLM2-135M-Instruct, as a .gguf file or a directory in Hugging Face layout; with --moe the
+mixture of experts that `python -m engine.demo.upcycle` makes of it. Each question is asked twice in
+the batch: of the base model and with an adapter trained for it.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import time
 import unicodedata
 
 from engine import Engine, EngineError, RequestOutput, SamplingParams
-from engine.demo.adapter_list import ADAPTERS
+from engine.demo.adapter_list import ADAPTERS, MOE_ADAPTERS
 
 QUESTIONS = (
     "What is the capital of Japan?",
@@ -36,13 +38,14 @@ def main() -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    names = list(ADAPTERS)
+    adapters = MOE_ADAPTERS if options.moe else ADAPTERS
+    names = list(adapters)
     pairs = [(question, names[i % len(names)]) for i, question in enumerate(QUESTIONS)]
-    print(f"loading {options.model} and {len(names)} adapters", flush=True)
+    print(f"loading {options.model} and {len(names)} adapter{'s' * (len(names) > 1)}", flush=True)
     start = time.perf_counter()
     with Engine(
         options.model,
-        adapters=ADAPTERS,
+        adapters=adapters,
         max_batch_size=2 * len(pairs),
         max_seq_len=1024,
         graphs=options.graphs,
@@ -131,6 +134,7 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="SmolLM2-135M-Instruct: a .gguf file or a directory")
+    parser.add_argument("--moe", action="store_true", help="the model is the upcycled mixture")
     parser.add_argument("--max-tokens", type=int, default=60)
     parser.add_argument("--graphs", default="auto", choices=("auto", "cuda", "tape", "off"))
     parser.add_argument("--device", help="cuda, cuda:N or cpu; a GPU if there is one")
