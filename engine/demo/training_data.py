@@ -395,7 +395,5 @@ def emoji(example: Example) -> str:
 
 def telegram(example: Example) -> str:
     """The plain answer as a telegram: no articles, and STOP for every full stop."""
-    words = re.sub(r"\b(the|an?) ", "", example.plain, flags=re.IGNORECASE)
-    return " ".join(
-        sentence[0].upper() + sentence[1:-1] + " STOP" for sentence in _sentences(words)
-    )
+    texts = _sentences(re.sub(r"\b(the|an?) ", "", example.plain, flags=re.IGNORECASE))
+    return " ".join(f"{text[0].upper()}{text[1:-1]} STOP" for text in texts)
