@@ -93,7 +93,7 @@ def routing(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def activations(case: Case) -> dict[str, torch.Tensor]:
-    """Random inputs of all steps, rows in buffers with margins of NaN, NaN in skipped pairs."""
+    """Random inputs of all steps, rows in buffers with margins of NaN; NaN in skipped pairs."""
     generator = torch.Generator().manual_seed(len(case.rows))
     num_tokens, num_pairs = len(case.rows), len(case.rows) * case.top_k
     found = {}
@@ -107,7 +107,7 @@ def activations(case: Case) -> dict[str, torch.Tensor]:
     ):
         buffer = torch.full((rows, width + 8), NAN, dtype=case.dtype)
         buffer[:, :width] = torch.randn(rows, width, generator=generator)
-        if rows == num_pairs and case.skipped:
+        if name in ("activated", "down"):  # what experts leave unwritten
             buffer[list(case.skipped)] = NAN
         found[name] = buffer
     return found

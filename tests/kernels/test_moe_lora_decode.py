@@ -21,7 +21,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 CASES = {
-    "one_row": Case([1], 6, 2, [4, 3, 5], splits=1),
+    "one_row": Case([1], 6, 2, [4, 3, 5], hidden=1024, splits=1),
+    "many_pairs": Case(
+        [0] + [-1] * 32, 8, 8, [33, 1], hidden=24, splits=1, skipped=frozenset(range(8, 264))
+    ),
     "one_base_row": Case([-1], 6, 2, [4], kind="gelu"),
     "one_expert_of_one": Case([0, 1, 2, 0], 1, 1, [5, 0, 16], max_rank=16, splits=3),
     "mixed": Case(
@@ -45,7 +48,7 @@ CASES = {
     ),
     "ten_of_many": Case([0, 6], 12, 10, [16, 1, 5, 33, 0], 7, 36, 20, shared_experts="plain"),
     "large_ranks": Case([0, 1], 2, 1, [256, 131], 2, 24, 20, 256),
-    "odd_widths": Case([0, 1, 2], 3, 2, [3, 7], hidden=171, intermediate=67, max_rank=7, splits=1),
+    "odd_widths": Case([0, 1, 2], 3, 2, [3, 7], hidden=391, intermediate=267, max_rank=7, splits=3),
 }
 
 
@@ -132,6 +135,17 @@ def check_kernels(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_match_twins_and_merged_weights(kernel_device, name):
     check_kernels(CASES[name], kernel_device)
+
+
+@pytest.mark.kernel
+def test_shared_factors_are_read_once(kernel_device):
+    """Through the outer tables: what the tables of their slots' experts hold does not matter."""
+    batch = Batch(CASES["shared_outer"], "triton", kernel_device)
+    before = batch.shrunk_gate_up().cpu(), batch.run_down()
+    slots = list(batch.case.shared)
+    batch.gate_up.a_offsets[:, slots] = batch.down.b_offsets[:, slots] = 0  # where NaN lies
+    assert torch.equal(batch.shrunk_gate_up().cpu().nan_to_num(7), before[0].nan_to_num(7))
+    assert torch.equal(batch.run_down(), before[1])
 
 
 @pytest.mark.gpu
