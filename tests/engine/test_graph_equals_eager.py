@@ -4,11 +4,13 @@
 Python. Both run one programme of joins, ends, aborts and adapter swaps.
 """
 
+from itertools import pairwise
+
 import pytest
 
 from engine import Engine, SamplingParams
 from tests.engine.programme import as_bits, run_programme
-from tests.random_adapters import save_adapter
+from tests.random_adapters import ALL, ROUTED, save_adapter
 from tests.tiny_models import build_model, save_model
 
 BACKENDS = [
@@ -17,15 +19,33 @@ BACKENDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    path, model = save_model("llama", directory), build_model("llama")
+ADAPTERS = {
+    "full": {"rank": 8},
+    "partial": {"rank": 5, "targets": ("q_proj", "down_proj")},
+    "wide": {"rank": 33, "targets": ("v_proj", "up_proj")},
+    "mixed": {"rank": 16, "rank_pattern": {"k_proj": 3}},
+}
+EXPERT_ADAPTERS = {
+    "full": {"rank": 8, "targets": (*ALL, *ROUTED)},
+    "partial": {"rank": 5, "targets": ("q_proj", "down_proj"), "experts": range(0, 60, 2)},
+    "wide": {"rank": 33, "targets": ("gate", "up_proj"), "strength": 6.0},
+    "mixed": {
+        "rank": 16,
+        "targets": ("gate_proj", "up_proj", "down_proj"),
+        "expert_rank": lambda expert, target: 1 + (expert + len(target)) % 16,
+    },
+}
+MODELS = {"llama": ADAPTERS, "qwen2_moe": EXPERT_ADAPTERS}
+PROGRAMMES = [("llama", 1), ("llama", 2), ("qwen2_moe", 2)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request, tmp_path_factory):
+    directory, name = tmp_path_factory.mktemp("model"), request.param
+    path, model = save_model(name, directory), build_model(name)
     adapters = {
-        "full": save_adapter(model, directory / "full", 8, seed=1),
-        "partial": save_adapter(model, directory / "partial", 5, ("q_proj", "down_proj"), seed=2),
-        "wide": save_adapter(model, directory / "wide", 33, ("v_proj", "up_proj"), seed=3),
-        "mixed": save_adapter(model, directory / "mixed", 16, rank_pattern={"k_proj": 3}, seed=4),
+        adapter: save_adapter(model, directory / adapter, seed=seed, **keywords)
+        for seed, (adapter, keywords) in enumerate(MODELS[name].items(), start=1)
     }
     return path, adapters
 
@@ -45,7 +65,7 @@ def build(path, device, graphs, **keywords):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("checkpoint", "seed"), PROGRAMMES, indirect=["checkpoint"])
 def test_a_programme_of_joins_ends_and_swaps(checkpoint, backend, seed):
     path, adapters = checkpoint
     device, graphs = backend
@@ -125,3 +145,33 @@ def test_an_adapter_swapped_between_two_replays_of_one_graph(checkpoint, backend
             engine.unload_adapter("one")
         assert len(set(outputs.values())) == 3
         assert engine.stats().captured_batch_sizes == (1,)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("checkpoint", ["qwen2_moe"], indirect=True)
+def test_routes_change_under_a_graph(checkpoint, backend):
+    """The experts of every row at every step of one graph are eager's, and others each time."""
+    path, adapters = checkpoint
+    device, graphs = backend
+    names = [None, "full", "wide", "mixed"]
+    params = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
+    runs = []
+    for chosen in (graphs, "off"):
+        options = {"adapters": adapters, "max_loras": 4, "graph_batch_sizes": [4]}
+        with build(path, device, chosen, **options) as engine:
+            for row, name in enumerate(names):
+                engine.add_request([7 + row, 8, 9], params, name)
+            routes = []
+            while engine.has_unfinished():
+                replays = engine.stats().replays
+                engine.step()
+                if engine.stats().replays > replays:
+                    engine._scope.wait()
+                    moe = engine.runner.graphs.buffers_for(4).workspace.moe
+                    routes.append(moe.topk_ids.sort(1).values.tolist())  # of the last layer
+        runs.append(routes)
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 23
+    assert all(before != after for before, after in pairwise(runs[0]))
+    for row, name in enumerate(names):
+        assert len({tuple(step[row]) for step in runs[0]}) > 10, name
