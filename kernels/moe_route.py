@@ -249,21 +249,22 @@ def moe_route_triton(
     order: ids are distinct and in range always, the row's weights NaN.
 
     Products in x's dtype, all sums in float32. One launch: a program reads W once for its 4 rows
-    (T <= 128, spread over more multiprocessors than whole tiles would be), 16 rows (T <= 1024) or
-    64, and A and B once for each adapter among them. A row's bits depend on its own values,
-    adapter and on which of the three T falls in. Raises AssertionError on other shapes, dtypes or
-    strides.
+    (T <= 128, spread over more multiprocessors than whole tiles would be), 16 rows (T <= 1024, and
+    float32) or 64, and A and B once for each adapter among them. A row's bits depend on its own
+    values, its adapter and which of these T falls in. Raises AssertionError on other shapes,
+    dtypes or strides.
     """
     tables = (row_adapter, adapter_enabled, arena, a_ptrs, b_ptrs, lora_ranks, scalings)
     _check(x, weight, tables, row_mask, topk_weights, topk_ids)
     (num_rows, in_features), num_experts = x.shape, weight.shape[0]
-    block_m = 16 if num_rows <= 1024 else 64
+    exact = x.dtype == torch.float32  # on no tensor core: large tiles would only spill
+    block_m = 16 if num_rows <= 1024 or exact else 64
     rows = 4 if num_rows <= 128 else block_m
     block_e = max(16, triton.next_power_of_2(num_experts))
     # Stages of up to 32 KB of W: what one program has in flight decides how fast it streams.
     block_k = 256 if block_e <= 32 and block_m == 16 else min(128, 16384 // block_e)
-    block_k = 32 if x.dtype == torch.float32 else block_k
-    mixed = arena is not None and (arena.dtype != x.dtype or x.dtype == torch.float32)
+    block_k = 32 if exact else block_k
+    mixed = arena is not None and arena.dtype != x.dtype
     _moe_route_kernel[(triton.cdiv(num_rows, rows),)](
         x,
         weight,

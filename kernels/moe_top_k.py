@@ -37,7 +37,6 @@ def store_top_k(
     experts = tl.arange(0, BLOCK_E)
     exists = (experts < NUM_EXPERTS)[None, :]
     ordered = tl.where(exists & (logits == logits), logits, -_INF)
-    ordered = tl.where(ordered == 0.0, 0.0, ordered)  # -0 ties with 0
     largest = tl.max(ordered, axis=1)  # [BLOCK_M]
     # The sum is over integers: whatever order the compiler sums in, the same bits.
     terms = tl.exp(logits - largest[:, None])

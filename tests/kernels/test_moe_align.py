@@ -79,16 +79,16 @@ SWEPT = {
 PAIRWISE = [
     (1, 1, 1, 1, 16),
     (1, 1, 4, 257, 64),
-    (6, 2, 7, 17, 16),
+    (6, 10, 7, 17, 16),
     (6, 8, 7, 257, 5),
-    (60, 10, 1, 257, 16),
-    (60, 1, 7, 17, 64),
+    (60, 10, 1, 17, 16),
+    (60, 1, 4, 17, 64),
     (96, 8, 1, 17, 5),
     (96, 2, 1, 5, 64),
     (128, 8, 4, 5, 16),
     (128, 10, 1, 1, 16),
     (160, 2, 1, 17, 16),
-    (160, 8, 4, 1, 5),
+    (160, 8, 1, 1, 5),
 ]
 
 
@@ -108,6 +108,7 @@ CASES |= {
     "one_request_a_token": Case(
         routed(12, 2, list(range(6))), 6, 16, [1] * 12, [3, 0, -1, 1] * 3, [1, 1, 1, 1]
     ),
+    "more_blocks_than_a_chunk": Case([[1]] * 1100, 2, 1, [1100], [0], [1]),
     "expert_map": Case(
         routed(40, 3, list(range(8))), 8, 16, *FORTY, expert_map=[-1, 3, -1, 0, 2, -1, 1, 9]
     ),
@@ -271,7 +272,7 @@ def test_kernels_sort_the_longest_prefill(kernel_device):
 
 @pytest.mark.kernel
 def test_slots_may_be_permuted(kernel_device):
-    case = CASES["6x2x7x17x16"]
+    case = CASES["6x10x7x17x16"]
     found = lora_buffers(case, kernel_device)
     sort_for_slots(moe_lora_align_block_size_triton, case, kernel_device, found)
     slot_of = [3, 6, 0, 4, 1, 5, 2]
