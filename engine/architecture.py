@@ -99,6 +99,8 @@ class Architecture:
         qkv_bias = family.qkv_bias or attention_bias
         if family.has_qkv_bias_flag:
             qkv_bias = config.flag("qkv_bias", True)
+        if family.qk_norm and config.value("use_qk_norm") not in (None, True):
+            config.refuse("use_qk_norm", f"true: {name} always norms queries and keys")
         renormalizes = family.moe is not None and family.moe.always_renormalizes
         if family.moe is not None and not renormalizes:
             renormalizes = config.flag("norm_topk_prob")
@@ -128,7 +130,7 @@ class Architecture:
             renormalize_routing=renormalizes,
             tie_word_embeddings=config.flag("tie_word_embeddings", family.default_tied),
             max_position=max_position,
-            rope=read_rope(config, max_position),
+            rope=read_rope(config, max_position, family.default_theta),
             layer_windows=read_layer_windows(config, family, num_layers),
             dtype=_read_dtype(config),
             bos_token_ids=read_token_ids(config, "bos_token_id", family.default_bos),

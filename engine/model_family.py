@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.config_reader import ConfigReader
 from engine.errors import CheckpointError
+from engine.rope_config import DEFAULT_THETA
 from engine.shown import shown
 
 
@@ -23,6 +24,7 @@ class ModelFamily:
     default_bos: int | None = None
     default_eos: int | None = None
     default_norm_eps: float = 1e-6
+    default_theta: float = DEFAULT_THETA
     norm_weight_offset: float = 0.0
     scales_embedding: bool = False
     qk_norm: bool = False
@@ -95,6 +97,7 @@ FAMILIES = {
     "MixtralForCausalLM": ModelFamily(
         model_type="mixtral",
         default_norm_eps=1e-5,
+        default_theta=1e6,
         default_kv_heads=8,
         default_bos=1,
         default_eos=2,

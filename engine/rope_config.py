@@ -47,9 +47,9 @@ class RopeConfig:
         return torch.where(is_long, plain / self.factor, torch.where(is_short, plain, blended))
 
 
-def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
+def read_rope(config: ConfigReader, max_position: int, default_theta: float) -> RopeConfig:
     """The rope part of a config.json; CheckpointError for any kind but default and llama3."""
-    theta = config.number("rope_theta", DEFAULT_THETA)
+    theta = config.number("rope_theta", default_theta)
     if config.value("partial_rotary_factor", 1.0) not in (None, 1):
         config.refuse("partial_rotary_factor", "1: every dimension of a head is rotated")
     original = config.optional_integer("original_max_position_embeddings")
