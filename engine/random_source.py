@@ -17,12 +17,13 @@ class RandomSource:
 
     def __init__(self, architecture: Architecture, std: float = 0.02, seed: int = 0):
         self._shapes = architecture.parameter_shapes()
+        self._names = frozenset(self._shapes)
         self._norm_weight = 1.0 - architecture.norm_weight_offset
         self._std = std
         self._seed = seed
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._shapes)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]

@@ -38,9 +38,10 @@ class SafetensorsSource:
                 if key in self._file_of:
                     raise CheckpointError(f"{path}: {key} is also in {self._file_of[key]}")
                 self._file_of[key] = path
+        self._names = frozenset(self._file_of)
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())

@@ -15,7 +15,9 @@ Part = tuple[slice, ...]
 class WeightSource(Protocol):
     """Named tensors that can be streamed into memory the caller owns."""
 
-    def names(self) -> frozenset[str]: ...
+    def names(self) -> frozenset[str]:
+        """The same object each time: a mixture of experts has tens of thousands of names."""
+        ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
