@@ -107,7 +107,9 @@ def _open_directory(path: Path) -> Checkpoint:
     source = SafetensorsSource(path)
     if architecture.tie_word_embeddings and not _head_is_embedding(source):
         architecture = replace(architecture, tie_word_embeddings=False)
-    weights: WeightSource = ExpertSource(source) if architecture.moe else source
+    weights: WeightSource = source
+    if architecture.moe:
+        weights = ExpertSource(source, architecture.num_experts)
     check_weights(architecture, weights, str(path))
     eos = set(architecture.eos_token_ids)
     if generation_file.is_file():

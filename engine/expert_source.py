@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.errors import CheckpointError
 from engine.weight_source import Part, WeightSource, check_destination
 
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -29,17 +30,32 @@ class _Place:
 
 
 class ExpertSource:
-    """`source` with every expert's weights under the canonical name."""
+    """`source` with every expert's weights under the canonical name.
 
-    def __init__(self, source: WeightSource):
+    CheckpointError if two tensors of the file claim one name (so an expert is kept in one form,
+    which may differ from layer to layer), or if a fused tensor cannot be that of `num_experts`.
+    """
+
+    def __init__(self, source: WeightSource, num_experts: int):
         self._source = source
         self._places: dict[str, _Place] = {}
         for name in sorted(source.names()):
-            for canonical, place in _canonical(name, source.shape(name)):
-                self._places.setdefault(canonical, place)
+            places = _canonical(name, source.shape(name), num_experts)
+            if places is None:
+                raise CheckpointError(
+                    f"{source.origin(name)}: shape {source.shape(name)}; accepted, for all experts "
+                    f"in one tensor: {num_experts} matrices, those of gate and up stacked"
+                )
+            for canonical, place in places:
+                if (other := self._places.setdefault(canonical, place)) is not place:
+                    raise CheckpointError(
+                        f"{source.origin(name)}: {canonical} is also in {source.origin(other.name)}"
+                        "; accepted: one form of each expert's weights"
+                    )
+        self._names = frozenset(self._places)
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._places)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         place = self._places[name]
@@ -66,8 +82,10 @@ class ExpertSource:
         self._source.close()
 
 
-def _canonical(name: str, shape: tuple[int, ...]) -> list[tuple[str, _Place]]:
-    """The canonical tensors that the file's tensor `name` holds."""
+def _canonical(
+    name: str, shape: tuple[int, ...], num_experts: int
+) -> list[tuple[str, _Place]] | None:
+    """The canonical tensors that the file's tensor `name` holds; None if a fused one cannot."""
     block = _BLOCK.fullmatch(name)
     if block is None:
         return [(name, _Place(name))]
@@ -75,9 +93,11 @@ def _canonical(name: str, shape: tuple[int, ...]) -> list[tuple[str, _Place]]:
     if expert := _EXPERT.fullmatch(rest):
         rest = f"experts.{expert['expert']}.{_MIXTRAL[expert['name']]}.weight"
     fused = _FUSED.fullmatch(rest)
-    if fused is None or len(shape) != 3:
+    if fused is None:
         return [(f"{layer}.{rest}", _Place(name))]
     slices = ("gate_proj", "up_proj") if fused["name"] == "gate_up_proj" else ("down_proj",)
+    if len(shape) != 3 or shape[0] != num_experts or shape[1] % len(slices):
+        return None
     count = shape[1] // len(slices)
     return [
         (
