@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_DENSE = "without experts: a mixture of experts is served from safetensors files"
 _NEUTRAL = ("rope.scaling.finetuned", "attention.causal", "tensor_data_layout")
 _PERMUTED = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_proj\.(?:weight|bias)")
 
@@ -36,7 +37,7 @@ class GGUFMetadata:
             self._general.refuse("split.count", "1: a GGUF file in one piece")
         self.architecture = self._general.text("general.architecture")
         if self.architecture not in ARCHITECTURES:
-            self._general.refuse("general.architecture", ", ".join(ARCHITECTURES))
+            self._general.refuse("general.architecture", f"{', '.join(ARCHITECTURES)}, {_DENSE}")
         prefix = f"{self.architecture}."
         self._model = ConfigReader(
             {
@@ -46,6 +47,8 @@ class GGUFMetadata:
             },
             f"{path}: {self.architecture}",
         )
+        if self._model.value("expert_count"):
+            self._model.refuse("expert_count", f"0, {_DENSE}")
         self._heads = self._model.integer("attention.head_count")
         self._kv_heads = self._model.integer("attention.head_count_kv", self._heads)
 

@@ -168,7 +168,17 @@ def test_large_tensors_are_decoded_in_pieces(tmp_path, monkeypatch):
         ({"architecture": "gemma"}, "general.architecture is 'gemma'; accepted: llama, qwen2, qwe"),
         ({"rope__scaling__type": "yarn"}, "rope.scaling.type is 'yarn'; accepted: none"),
         ({"rope__dimension_count": 8}, "rope.dimension_count is 8; accepted: 16"),
-        ({"expert_count": 8}, "llama: expert_count is 8"),
+        ({"expert_count": 8}, "llama: expert_count is 8; accepted: 0, without experts: a mixture"),
+        ({"expert_used_count": 2}, "llama: expert_used_count is 2"),
+        (
+            {"architecture": "qwen3moe"},
+            "architecture is 'qwen3moe'; .* qwen3, without experts: a m",
+        ),
+        ({"architecture": "qwen2moe", "expert_count": 60}, "'qwen2moe'; .*from safetensors files"),
+        (
+            {"blk__0__ffn_gate_exps__weight": np.ones((4, 8, 64), np.float32)},
+            "ffn_gate_exps.weight",
+        ),
         ({"logit_scale": 0.5}, "llama: logit_scale is 0.5"),
         ({"vocab_size": 41}, r"token_embd.weight: shape \(40, 64\) where the config says \(41, 64"),
         ({"blk__0__attn_sinks": np.ones(4, np.float32)}, "blk.0.attn_sinks: a tensor that"),
@@ -176,9 +186,14 @@ def test_large_tensors_are_decoded_in_pieces(tmp_path, monkeypatch):
     ],
 )
 def test_refusals(tmp_path, monkeypatch, extra, message):
-    monkeypatch.setitem(EXTRA, "gemma", {})
+    for other in ("gemma", "qwen2moe", "qwen3moe"):
+        monkeypatch.setitem(EXTRA, other, {})
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", **extra))
+
+
+def test_no_experts_are_none(tmp_path):
+    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", expert_count=0)).architecture.moe is None
 
 
 def test_llama3_rope_is_recognised_from_its_divisors(tmp_path):
