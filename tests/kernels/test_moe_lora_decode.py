@@ -46,7 +46,7 @@ CASES = {
     "shared_outer_skipped": Case(
         [0, 1], 5, 3, [8, 3], 2, shared=frozenset({0, 1}), skipped=frozenset({0, 4})
     ),
-    "ten_of_many": Case([0, 6], 12, 10, [16, 1, 5, 33, 0], 7, 36, 20, shared_experts="plain"),
+    "ten_of_many": Case([0, -1, 6], 12, 10, [16, 1, 5, 33, 0], 7, 36, 20, shared_experts="plain"),
     "large_ranks": Case([0, 1], 2, 1, [256, 131], 2, 24, 20, 256),
     "odd_widths": Case([0, 1, 2], 3, 2, [3, 7], hidden=391, intermediate=267, max_rank=7, splits=3),
 }
