@@ -153,7 +153,7 @@ def _moe_lora_down_kernel(
         outer_rank = tl.load(outer_ranks + slot, mask=known, other=0)
         outer_address = tl.load(outer_ptrs + slot, mask=known, other=0)
     else:
-        outer_rank, outer_address = 0, 0
+        outer_rank, outer_address = 0, tl.full([], 0, tl.int64)
     ranks = tl.where(enabled != 0, ranks, 0)
     total = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(TOP_K):

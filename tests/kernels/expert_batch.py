@@ -115,7 +115,7 @@ def activations(case: Case) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Batch:
-    """A case on a device, and what each op leaves there."""
+    """A case on a device, and what each op leaves there; no outer tables if nothing is shared."""
 
     case: Case
     ops: str
@@ -143,7 +143,7 @@ class Batch:
         pairs, stack = self.topk_ids.numel(), packed.lora_ranks.shape[0]
         shape = (self.case.splits, pairs + 3, stack * self.case.max_rank)
         workspace = torch.full(shape, NAN, device=self.device)
-        outer = packed is self.gate_up
+        outer = packed is self.gate_up and self.case.shared
         OPS[self.ops][0](
             x=x,
             arena=packed.arena,
@@ -177,7 +177,7 @@ class Batch:
             b_ptrs=packed.b_ptrs,
             lora_ranks=packed.lora_ranks,
             scalings=packed.scalings,
-            outer_ranks=packed.outer_ranks,
+            outer_ranks=packed.outer_ranks if self.case.shared else None,
             **self.rows,
             max_rank=self.case.max_rank,
             kind=self.case.kind,
@@ -202,8 +202,8 @@ class Batch:
             b_ptrs=packed.b_ptrs,
             lora_ranks=packed.lora_ranks,
             scalings=packed.scalings,
-            outer_ptrs=packed.outer_ptrs,
-            outer_ranks=packed.outer_ranks,
+            outer_ptrs=packed.outer_ptrs if self.case.shared else None,
+            outer_ranks=packed.outer_ranks if self.case.shared else None,
             **self.rows,
             topk_weights=self.topk_weights,
             **self.shared_part(),

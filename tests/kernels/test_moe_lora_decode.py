@@ -225,8 +225,9 @@ def test_launchers_refuse_what_they_cannot_serve():
     batch = Batch(CASES["mixed"], "triton")
     with pytest.raises(AssertionError, match="pairs_per_row is 3"):
         batch.shrink(batch.gate_up, batch.input("x"), 3)
+    shared = Batch(CASES["shared_outer"], "triton")
     with pytest.raises(AssertionError, match="a shared A needs"):
-        batch.shrink(batch.gate_up, batch.input("activated"), 1)
+        shared.shrink(shared.gate_up, shared.input("activated"), 1)
     with pytest.raises(AssertionError, match="x has shape"):
         batch.shrink(batch.down, batch.input("x"), 1)
     batch.down = replace(batch.down, lora_ranks=batch.down.lora_ranks.long())
@@ -235,10 +236,11 @@ def test_launchers_refuse_what_they_cannot_serve():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("num_rows", "shared_experts"), [(1, "gated"), (40, "")])
-def test_compiles_for_every_target(monkeypatch, num_rows, shared_experts, dtype):
+@pytest.mark.parametrize(("num_rows", "shared"), [(1, frozenset()), (40, frozenset({0}))])
+def test_compiles_for_every_target(monkeypatch, num_rows, shared, dtype):
     rows = [row % 2 for row in range(num_rows)]
-    case = Case(rows, 8, 8, [16, 3], 2, 256, 128, dtype=dtype, shared_experts=shared_experts)
+    parts = {"shared": shared, "shared_experts": "gated" if shared else ""}
+    case = Case(rows, 8, 8, [16, 3], 2, 256, 128, dtype=dtype, **parts)
     launched = []
 
     def compiled(launcher):
