@@ -19,6 +19,10 @@ from memory.moe_workspace import MoEWorkspace
 
 MAX_PAIRWISE = 1024  # pairs: above, those of one (slot, expert) are taken together
 
+_Table = torch.Tensor | None
+RouterTables = tuple[_Table, _Table, _Table, _Table, _Table, _Table, _Table]
+NO_ROUTER_TABLES: RouterTables = (None, None, None, None, None, None, None)
+
 GATE_UP, DOWN = slice(0, 2), slice(2, 3)  # of the experts' tables
 
 
@@ -46,10 +50,10 @@ class ExpertDelta:
     def _is_grouped(self) -> bool:
         return self.moe.topk_ids.numel() > MAX_PAIRWISE
 
-    def router_tables(self) -> list[torch.Tensor]:
+    def router_tables(self) -> RouterTables:
         """What `moe_route` takes: each row's slot, the mask, the arena and the router's tables."""
         linear, at = self.lora.tables.linear, (self.index, int(Target.ROUTER))
-        return [
+        return (
             self.lora.info.row_adapter,
             self.lora.adapter_enabled,
             self.lora.arena,
@@ -57,7 +61,7 @@ class ExpertDelta:
             linear.b_ptrs[at],
             linear.lora_ranks[at],
             linear.scalings[at],
-        ]
+        )
 
     def add_gate_up(self, hidden: torch.Tensor, kind: str) -> None:
         """`moe.activated` [P, I] = f(gate + Δgate) · (up + Δup), from `moe.gate_up` and `hidden`

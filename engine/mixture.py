@@ -9,7 +9,7 @@ from kernels.moe_route import moe_route
 
 from engine.architecture import Architecture
 from engine.decoder_weights import DenseMLP, Projection, SparseMLP
-from engine.expert_delta import ExpertDelta
+from engine.expert_delta import NO_ROUTER_TABLES, ExpertDelta
 from engine.lora_delta import LoRADelta, project
 from kernels.activation import gated_activation
 from kernels.moe_align import moe_align_block_size
@@ -41,14 +41,17 @@ def run_mixture(
     assert architecture.moe is not None
     kind, top_k = architecture.activation, architecture.moe.top_k
     delta = lora and ExpertDelta(lora, index, moe, top_k)
+    tables = delta.router_tables() if delta else NO_ROUTER_TABLES
     moe_route(
         ws.hidden,
         weights.router,
         row_mask,
-        *(delta.router_tables() if delta else [None] * 7),
+        *tables,
         architecture.renormalize_routing,
         moe.topk_weights,
         moe.topk_ids,
+        moe.router_scratch,
+        moe.router_arrivals,
     )
     sort = _sort_pairs(moe, architecture.moe.num_experts)
     block = moe.block_size_m

@@ -8,84 +8,56 @@ import triton
 import triton.language as tl
 
 from kernels.lora_segments import weight_view, weights_at
+from kernels.moe_router_logits import add_product, router_delta
 from kernels.moe_top_k import MAX_EXPERTS, store_top_k, top_k_torch
 from kernels.op import define_op
 
+SPLIT_ROWS = 128  # up to here an expert's logits are a program's of their own
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
-def _product(
-    x_rows,
+def _store_top_k_of(
+    scratch,
     row_mask,
-    weights,
-    weight_mask,
-    acc,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """acc + x W^T over all of K; x_rows and weights point at the starts of rows."""
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x_mask, w_mask = row_mask[:, None], weight_mask[:, None]
-        if K % BLOCK_K != 0:
-            x_mask, w_mask = x_mask & (k < K)[None, :], w_mask & (k < K)[None, :]
-        w_block = tl.load(weights[:, None] + k[None, :], mask=w_mask, other=0.0)
-        x_block = tl.load(x_rows[:, None] + k[None, :], mask=x_mask, other=0.0)
-        if x_block.dtype != w_block.dtype:
-            x_block, w_block = x_block.to(tl.float32), w_block.to(tl.float32)
-        acc = tl.dot(x_block, tl.trans(w_block), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _router_delta(
-    x_rows,
-    row_mask,
-    arena,
-    a,
-    b,
-    rank,
-    K: tl.constexpr,
+    topk_weights,
+    topk_ids,
+    num_rows,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
 ):
-    """(x A^T) B^T of one adapter for all rows of the tile, float32 [BLOCK_M, BLOCK_E]."""
+    """The top k of this program's rows, from logits that several programs wrote."""
     experts = tl.arange(0, BLOCK_E)
-    expert_mask = (experts < NUM_EXPERTS)[:, None]
-    delta = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for first in range(0, rank, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        shrunk = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        shrunk = _product(x_rows, row_mask, a + r * K, r < rank, shrunk, K, BLOCK_K)
-        # Rows of B start on 16 bytes only at ranks that are multiples of VECTOR, which is data:
-        # said in a way that the compiler can use where it holds.
-        if rank % VECTOR == 0:
-            stride = rank // VECTOR * VECTOR
-            b_mask = expert_mask & (r < stride)[None, :]
-            b_block = tl.load(b + experts[:, None] * stride + r[None, :], mask=b_mask, other=0.0)
-        else:
-            b_mask = expert_mask & (r < rank)[None, :]
-            b_block = tl.load(b + experts[:, None] * rank + r[None, :], mask=b_mask, other=0.0)
-        b_block = tl.trans(b_block)  # [BLOCK_R, BLOCK_E]
-        if b_block.dtype == tl.bfloat16:
-            # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
-            high = shrunk.to(tl.bfloat16)
-            low = (shrunk - high.to(tl.float32)).to(tl.bfloat16)
-            delta = tl.dot(low, b_block, delta)
-            delta = tl.dot(high, b_block, delta)
-        else:
-            delta = tl.dot(shrunk, b_block.to(tl.float32), delta, input_precision="ieee")
-    return delta
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    written = rows < num_rows
+    live = written
+    if row_mask is not None:
+        live = written & (tl.load(row_mask + rows, mask=written, other=0) != 0)
+    places = rows[:, None] * NUM_EXPERTS + experts[None, :]
+    mask = written[:, None] & (experts < NUM_EXPERTS)[None, :]
+    store_top_k(
+        tl.load(scratch + places, mask=mask, other=0.0, cache_modifier=".cg"),
+        rows,
+        written,
+        live,
+        topk_weights,
+        topk_ids,
+        TOP_K,
+        BLOCK_TOP_K,
+        NUM_EXPERTS,
+        ROWS,
+        BLOCK_E,
+        RENORMALIZE,
+    )
 
 
 _ROW_INPUTS = ["row_mask", "row_adapter", "adapter_enabled"]
 _TABLES = ["a_ptrs", "b_ptrs", "lora_ranks", "scalings"]
-_OUTPUTS = ["topk_weights", "topk_ids"]
+_OUTPUTS = ["topk_weights", "topk_ids", "scratch", "arrivals"]
 
 
 @triton.jit(
@@ -105,6 +77,8 @@ def _moe_route_kernel(
     scalings,
     topk_weights,
     topk_ids,
+    scratch,
+    arrivals,
     num_rows,
     K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -117,6 +91,8 @@ def _moe_route_kernel(
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    TILES_E: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LORA_BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -129,11 +105,11 @@ def _moe_route_kernel(
     if row_mask is not None:
         live = written & (tl.load(row_mask + rows, mask=written, other=0) != 0)
     x_rows = x + rows.to(tl.int64) * X_STRIDE
-    experts = tl.arange(0, BLOCK_E)
+    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     logits = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     if tl.max(live.to(tl.int32), axis=0) != 0:
         w_rows = weight + experts * WEIGHT_STRIDE
-        logits = _product(x_rows, live, w_rows, experts < NUM_EXPERTS, logits, K, BLOCK_K)
+        logits = add_product(x_rows, live, w_rows, experts < NUM_EXPERTS, logits, K, BLOCK_K)
     if row_adapter is not None:
         slot = tl.load(row_adapter + rows, mask=live, other=-1)
         known = (slot >= 0) & (slot < MAX_LORAS)
@@ -143,13 +119,14 @@ def _moe_route_kernel(
         current = tl.max(slot, axis=0)
         while current >= 0:  # each adapter of the tile once
             own = slot == current
-            delta = _router_delta(
+            delta = router_delta(
                 x_rows,
                 own,
                 arena,
                 weights_at(a_ptrs, current, arena),
                 weights_at(b_ptrs, current, arena),
                 tl.load(lora_ranks + current),
+                experts,
                 K,
                 NUM_EXPERTS,
                 VECTOR,
@@ -162,20 +139,41 @@ def _moe_route_kernel(
             logits = tl.where(own[:, None], scaled, logits)
             slot = tl.where(own, -1, slot)
             current = tl.max(slot, axis=0)
-    store_top_k(
-        logits,
-        rows,
-        written,
-        live,
-        topk_weights,
-        topk_ids,
-        TOP_K,
-        BLOCK_TOP_K,
-        NUM_EXPERTS,
-        BLOCK_M,
-        BLOCK_E,
-        RENORMALIZE,
-    )
+    if TILES_E == 1:
+        store_top_k(
+            logits,
+            rows,
+            written,
+            live,
+            topk_weights,
+            topk_ids,
+            TOP_K,
+            BLOCK_TOP_K,
+            NUM_EXPERTS,
+            BLOCK_M,
+            BLOCK_E,
+            RENORMALIZE,
+        )
+        return
+    places = rows[:, None] * NUM_EXPERTS + experts[None, :]
+    tl.store(scratch + places, logits, mask=written[:, None] & (experts < NUM_EXPERTS)[None, :])
+    tl.debug_barrier()  # every thread's logits lie there before the arrival is counted
+    arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+    if arrived == TILES_E - 1:
+        tl.store(arrivals + tl.program_id(0), 0)
+        _store_top_k_of(
+            scratch,
+            row_mask,
+            topk_weights,
+            topk_ids,
+            num_rows,
+            TOP_K,
+            BLOCK_TOP_K,
+            NUM_EXPERTS,
+            ROWS,
+            BLOCK_ALL,
+            RENORMALIZE,
+        )
 
 
 def _check(
@@ -185,6 +183,8 @@ def _check(
     row_mask: torch.Tensor | None,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    scratch: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     """`lora` goes from row_adapter to scalings."""
     (num_rows, in_features), num_experts = x.shape, weight.shape[0]
@@ -212,6 +212,8 @@ def _check(
         ("scalings", scalings, torch.float32, slots),
         ("topk_weights", topk_weights, torch.float32, (num_rows, top_k)),
         ("topk_ids", topk_ids, torch.int32, (num_rows, top_k)),
+        ("scratch", scratch, torch.float32, (num_rows, num_experts)),
+        ("arrivals", arrivals, torch.int32, (num_rows,)),
     ):
         if tensor is not None:
             assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
@@ -233,6 +235,8 @@ def moe_route_triton(
     renormalize: bool,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    scratch: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     """The k most probable experts of every row under softmax(x W^T + scaling * (x A^T) B^T).
 
@@ -248,30 +252,36 @@ def moe_route_triton(
     (None: no such rows) holds 0 for get ids -1 and weights 0. A NaN logit counts as -inf in the
     order: ids are distinct and in range always, the row's weights NaN.
 
-    Products in x's dtype, all sums in float32. One launch: a program reads W once for its 4 rows
-    (T <= 128, spread over more multiprocessors than whole tiles would be), 16 rows (T <= 1024, and
-    float32) or 64, and A and B once for each adapter among them. A row's bits depend on its own
-    values, its adapter and which of these T falls in. Raises AssertionError on other shapes,
-    dtypes or strides.
+    Products in x's dtype, all sums in float32. One launch. Up to 128 rows, 4 rows are spread over
+    programs of 16 experts each, since one multiprocessor alone reads W slowly: they write their
+    logits to `scratch` float32[T, E] and count themselves in `arrivals` int32[T], which must hold
+    zeros and does so again afterwards; the last one to arrive takes the top k, whichever it is,
+    of the same logits. Above, a program reads W once for 16 rows (T <= 1024, and float32) or 64.
+    A row's bits depend on its own values, its adapter and which of these T falls in. Raises
+    AssertionError on other shapes, dtypes or strides.
     """
     tables = (row_adapter, adapter_enabled, arena, a_ptrs, b_ptrs, lora_ranks, scalings)
-    _check(x, weight, tables, row_mask, topk_weights, topk_ids)
+    _check(x, weight, tables, row_mask, topk_weights, topk_ids, scratch, arrivals)
     (num_rows, in_features), num_experts = x.shape, weight.shape[0]
     exact = x.dtype == torch.float32  # on no tensor core: large tiles would only spill
     block_m = 16 if num_rows <= 1024 or exact else 64
-    rows = 4 if num_rows <= 128 else block_m
-    block_e = max(16, triton.next_power_of_2(num_experts))
+    rows = 4 if num_rows <= SPLIT_ROWS else block_m
+    block_all = max(16, triton.next_power_of_2(num_experts))
+    block_e = 16 if num_rows <= SPLIT_ROWS else block_all
     # Stages of up to 32 KB of W: what one program has in flight decides how fast it streams.
     block_k = 256 if block_e <= 32 and block_m == 16 else min(128, 16384 // block_e)
     block_k = 32 if exact else block_k
     mixed = arena is not None and arena.dtype != x.dtype
-    _moe_route_kernel[(triton.cdiv(num_rows, rows),)](
+    tiles_e = triton.cdiv(num_experts, block_e)
+    _moe_route_kernel[(triton.cdiv(num_rows, rows), tiles_e)](
         x,
         weight,
         row_mask,
         *tables,
         topk_weights,
         topk_ids,
+        scratch,
+        arrivals,
         num_rows,
         K=in_features,
         NUM_EXPERTS=num_experts,
@@ -284,6 +294,8 @@ def moe_route_triton(
         ROWS=rows,
         BLOCK_M=block_m,
         BLOCK_E=block_e,
+        TILES_E=tiles_e,
+        BLOCK_ALL=block_all,
         BLOCK_K=block_k,
         LORA_BLOCK_K=32 if mixed else block_k,
         BLOCK_R=16,
@@ -307,10 +319,12 @@ def moe_route_torch(
     renormalize: bool,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    scratch: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     """Torch twin of `moe_route_triton`."""
     tables = (row_adapter, adapter_enabled, arena, a_ptrs, b_ptrs, lora_ranks, scalings)
-    _check(x, weight, tables, row_mask, topk_weights, topk_ids)
+    _check(x, weight, tables, row_mask, topk_weights, topk_ids, scratch, arrivals)
     logits = x.float() @ weight.float().t()  # [T, E]
     if (
         row_adapter is not None
@@ -335,4 +349,8 @@ def moe_route_torch(
     topk_ids.copy_(ids)
 
 
-moe_route = define_op(moe_route_triton, moe_route_torch, mutates=("topk_weights", "topk_ids"))
+moe_route = define_op(
+    moe_route_triton,
+    moe_route_torch,
+    mutates=("topk_weights", "topk_ids", "scratch", "arrivals"),
+)

@@ -43,7 +43,7 @@ class _RouteCounter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is moe_route:
-            row_adapter, topk_ids = args[3], args[-1]
+            row_adapter, topk_ids = args[3], args[12]
             chosen = topk_ids >= 0
             self.experts.append(topk_ids[chosen].unique().numel())
             if row_adapter is not None:

@@ -117,10 +117,12 @@ def _base_kernels(layer: MoeLayer, steps: list[MoeStep], active: int) -> list[Ti
 
     router = torch.randn(shape.experts, shape.hidden, device=first.x.device).bfloat16()
     routed_weights, routed_ids = torch.empty_like(first.weights), torch.empty_like(first.ids)
+    scratch = torch.empty(first.x.shape[0], shape.experts, device=first.x.device)
+    arrivals = torch.zeros(first.x.shape[0], dtype=torch.int32, device=first.x.device)
 
     def route(step: MoeStep) -> None:
         nothing = (None, None, None, None, None, None, None, None)
-        moe_route(step.x, router, *nothing, True, routed_weights, routed_ids)
+        moe_route(step.x, router, *nothing, True, routed_weights, routed_ids, scratch, arrivals)
 
     def align(step: MoeStep) -> None:
         ids, blocks, end = step.sort

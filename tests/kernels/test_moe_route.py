@@ -125,6 +125,8 @@ def route(
         }
     weights = torch.full((num_rows + 2, case.top_k), NAN, device=device)
     ids = torch.full_like(weights, POISON, dtype=torch.int32)
+    scratch = torch.full((num_rows, weight.shape[0]), NAN, device=device)
+    arrivals = torch.zeros(num_rows, dtype=torch.int32, device=device)
     op(
         x,
         weight,
@@ -133,7 +135,10 @@ def route(
         renormalize=case.renormalize,
         topk_weights=weights[:num_rows],
         topk_ids=ids[:num_rows],
+        scratch=scratch,
+        arrivals=arrivals,
     )
+    assert not arrivals.any()
     assert weights[num_rows:].isnan().all()
     assert (ids[num_rows:] == POISON).all()
     return weights[:num_rows].cpu(), ids[:num_rows].cpu()
@@ -334,6 +339,7 @@ def test_launcher_refuses_what_it_cannot_serve():
     with pytest.raises(AssertionError, match="top 7 of 6 experts"):
         route(moe_route_triton, Case(**(vars(case) | {"top_k": 7})), x, weight)
     outputs = (torch.zeros(10, 6), ints([0], "cpu").expand(10, 6).contiguous())
+    outputs += (torch.zeros(10, 6), ints([0] * 10, "cpu"))
     tables = (ints(case.rows, "cpu"), *[None] * 6)
     with pytest.raises(AssertionError, match="all or none"):
         moe_route_triton(x, weight, None, *tables, True, *outputs)

@@ -1,0 +1,170 @@
+"""bfloat16 on a GPU for a mixture of experts, by the statistic of `test_bfloat16`.
+
+Rounding may send a token to another expert than the float32 reference does, and then its logprobs
+differ by more than rounding. So positions are compared whose tokens took the same experts in every
+layer, and the share of the others is printed. Routes of the engine are read while it runs the same
+steps without graphs, which must give the same bits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine import Engine, SamplingParams
+from engine.outputs import RequestOutput
+from kernels.moe_route import moe_route
+from tests.engine.programme import as_bits
+from tests.engine.test_bfloat16 import POSITIONS
+from tests.oracle import Oracle
+from tests.random_adapters import ALL, save_adapter
+
+ROWS, TOKENS, LAYERS, MOST_FLIPPED = 32, 64, 4, 0.4
+PROMPTS = [[3 + row, 50, 60 + row] for row in range(ROWS)]
+
+
+@dataclass
+class RouteRecorder(TorchDispatchMode):
+    """The experts of every row of every `moe_route`, in the order of the calls."""
+
+    calls: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is moe_route:
+            self.calls.append(args[12].sort(dim=1).values.cpu())
+        return result
+
+    def routes(self) -> torch.Tensor:
+        """[rows, tokens, layers, k] of the steps that drew each token: one prefill, then decode."""
+        steps = [self.calls[i : i + LAYERS] for i in range(0, len(self.calls), LAYERS)]
+        assert len(steps) == TOKENS, "one chunk of prefill, and nothing else between"
+        prefill, *decode = (torch.stack(step, dim=1) for step in steps)
+        assert prefill.shape[0] == sum(map(len, PROMPTS))
+        ends = torch.tensor([len(prompt) for prompt in PROMPTS]).cumsum(0) - 1
+        return torch.stack([prefill[ends], *decode], dim=1)
+
+
+def reference_routes(oracle: Oracle, output: RequestOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, layers, k] of the reference, and the engine's errors there."""
+    routes: list[torch.Tensor] = []
+    model = oracle.models[output.adapter]
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: routes.append(out[2]))
+        for layer in model.model.layers
+    ]
+    errors = torch.tensor(oracle.errors(output))
+    for hook in hooks:
+        hook.remove()
+    first = len(output.prompt_token_ids) - 1
+    chosen = torch.stack([layer[first:] for layer in routes], dim=1)
+    return chosen.sort(dim=2).values.cpu(), errors
+
+
+def save_mixture(path: Path) -> torch.nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1024,
+        moe_intermediate_size=192,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=6,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            # A router that decides plainly, as trained ones do: fewer ties for rounding to break.
+            torch.nn.init.normal_(parameter, std=0.3 if "mlp.gate" in name else 0.04)
+    model = model.to(torch.bfloat16).eval()
+    model.save_pretrained(path)
+    return model.float().cuda()
+
+
+@pytest.mark.gpu
+def test_mixture(tmp_path):
+    model = save_mixture(tmp_path / "model")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    adapters = {
+        "all": save_adapter(model, tmp_path / "all", 16, ALL, seed=1),
+        "wide": save_adapter(model, tmp_path / "wide", 64, attention, seed=2),
+        "some": save_adapter(
+            model,
+            tmp_path / "some",
+            5,
+            ("gate_proj", "down_proj"),
+            seed=3,
+            strength=6.0,
+            experts=range(0, 64, 2),
+        ),
+        "router": save_adapter(
+            model, tmp_path / "router", 8, ("gate", "up_proj"), seed=4, strength=6.0
+        ),
+    }
+    names = [*adapters] * (ROWS // 4)
+    names = [None if index % 2 else names[index // 2] for index in range(ROWS)]
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+    logs, outputs, recorder = [], [], RouteRecorder()
+    for graphs in ("cuda", "off"):
+        with Engine(
+            tmp_path / "model",
+            adapters=adapters,
+            graphs=graphs,
+            graph_batch_sizes=[ROWS],
+            max_batch_size=ROWS,
+            max_seq_len=128,
+            tokenizer=None,
+        ) as engine:
+            if graphs == "cuda":
+                outputs = engine.generate(PROMPTS, params, names)
+                assert engine.stats().replays >= TOKENS - 1
+                logs.append([as_bits(o)[1:] for o in outputs])
+            else:
+                with recorder:
+                    logs.append([as_bits(o)[1:] for o in engine.generate(PROMPTS, params, names)])
+    assert logs[0] == logs[1]
+
+    oracle = Oracle(model, adapters)
+    errors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    flipped: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for output, found in zip(outputs, recorder.routes(), strict=True):
+        expected, every = reference_routes(oracle, output)
+        same = (found == expected).flatten(1).all(dim=1)
+        kind = output.adapter is not None
+        errors[kind].append(every[same])
+        flipped[kind].append(~same)
+    alike = {kind: torch.cat(values) for kind, values in errors.items()}
+    for kind, values in alike.items():
+        share = torch.cat(flipped[kind]).float().mean().item()
+        print(
+            f"adapters={kind}: {len(values)} positions, mean {values.mean():.5f}, "
+            f"p95 {values.quantile(0.95):.5f}, flipped routes {share:.1%}"
+        )
+        assert len(values) >= POSITIONS, (kind, len(values))
+        assert share < MOST_FLIPPED
+    assert alike[True].mean() <= 3 * alike[False].mean()
+    assert alike[True].quantile(0.95) <= 3 * alike[False].quantile(0.95)
+    for output in outputs:  # the statistic must be able to tell adapters apart
+        if output.adapter is not None:
+            wrong = torch.tensor(oracle.errors(output, None))
+            assert wrong.mean() > 10 * alike[True].mean(), output.adapter
