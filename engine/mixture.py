@@ -5,7 +5,6 @@ are taken is chosen by the step's shape alone, so that a graph holds one way.
 """
 
 import torch
-from kernels.moe_route import moe_route
 
 from engine.architecture import Architecture
 from engine.decoder_weights import DenseMLP, Projection, SparseMLP
@@ -15,6 +14,7 @@ from kernels.activation import gated_activation
 from kernels.moe_align import moe_align_block_size
 from kernels.moe_combine import moe_combine
 from kernels.moe_gemm import moe_gemm
+from kernels.moe_route import moe_route
 from memory.lora_targets import Target
 from memory.moe_workspace import MoEWorkspace, SharedExpertWorkspace
 from memory.workspace import Workspace

@@ -43,9 +43,10 @@ class SharedExpertWorkspace:
 @dataclass(frozen=True)
 class MoEWorkspace:
     """`topk_weights` float32 and `topk_ids` int32 [T, k]; the router's `router_scratch` float32
-    [T, E] and `router_arrivals` int32 [T], zeros between launches; in the model's dtype `gate_up` [P, 2 I],
-    `activated` [P, I] and `down` [P, H]; int32 `sorted_token_ids`, `expert_ids` and
-    `num_tokens_post_padded` [1], as `moe_align_block_size` writes them with `block_size_m`."""
+    [T, E] and `router_arrivals` int32 [T], zeros between launches; in the model's dtype
+    `gate_up` [P, 2 I], `activated` [P, I] and `down` [P, H]; int32 `sorted_token_ids`,
+    `expert_ids` and `num_tokens_post_padded` [1], as `moe_align_block_size` writes them with
+    `block_size_m`."""
 
     block_size_m: int
     topk_weights: torch.Tensor
