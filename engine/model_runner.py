@@ -16,18 +16,15 @@ from engine.request import Sequence
 from engine.request_admission import RequestAdmission
 from engine.scheduler import StepPlan
 from engine.trace import Trace
+from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes
 from graphs.graph_capturer import Backend, GraphCapturer
 from graphs.graph_runner import GraphRunner
 from graphs.graph_stats import GraphStats
 from graphs.ladder import Ladder
-from kernels.lora_segments import ROW_REGIMES
 from memory.capture_state import CaptureState
 from memory.manager import MemoryManager
 from memory.readback import Readback, ReadbackRing
 from memory.step_buffers import StepBuffers
-
-# Kernels choose block shapes by the number of rows: one of each range, and one above all.
-PREFILL_WARM_UP_TOKENS = (*ROW_REGIMES, ROW_REGIMES[-1] + 1)
 
 
 @dataclass(frozen=True)
@@ -113,11 +110,13 @@ class ModelRunner:
 
     def _capture(self, backend: Backend, ladder: Ladder, debug: bool) -> None:
         memory = self.memory
+        on_gpu = memory.device.type != "cpu"  # where nothing is compiled, one size will do
         state = CaptureState(memory.tables, memory.adapters)
         with self.trace.range("capture"):
             with state.synthetic():
-                most = min(memory.config.prefill_chunk_tokens, memory.config.max_seq_len)
-                for tokens in sorted({min(tokens, most) for tokens in PREFILL_WARM_UP_TOKENS}):
+                most = memory.config.max_seq_len * memory.config.max_batch_size
+                most = min(memory.config.prefill_chunk_tokens, most)
+                for tokens in prefill_sizes(memory.dims.moe, most) if on_gpu else [1]:
                     self.prefill.warm_up(tokens)
             capturer = GraphCapturer(
                 backend,
@@ -130,7 +129,8 @@ class ModelRunner:
             )
             captured = capturer.capture(ladder.sizes)
             with state.synthetic(), torch.inference_mode():
-                for rows in _sizes_above(ladder.sizes[-1], memory.config.max_batch_size):
+                largest, most = ladder.sizes[-1], memory.config.max_batch_size
+                for rows in eager_batch_sizes(memory.dims.moe, largest, most) if on_gpu else []:
                     buffers = memory.step_buffers(rows)
                     state.stage(buffers)
                     self._step(buffers)
@@ -159,9 +159,3 @@ def scratch_tensors(buffers: StepBuffers) -> list[torch.Tensor]:
         *(tensor for name, tensor in named.items() if name not in constant),
         *buffers.outputs.tensors().values(),
     ]
-
-
-def _sizes_above(largest: int, max_batch_size: int) -> list[int]:
-    """Batches that will run eagerly, one for each power of two: kernels differ by those."""
-    sizes = {largest + 1, max_batch_size, *(2**n for n in range(11))}
-    return sorted(size for size in sizes if largest < size <= max_batch_size)

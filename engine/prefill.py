@@ -65,18 +65,24 @@ class Prefill:
         return sequences, self._readback.start(outputs, rows, with_top)
 
     def warm_up(self, tokens: int) -> None:
-        """Run `tokens` tokens of the dummy request, so that kernels are compiled before serving."""
+        """Run `tokens` tokens of the dummy request, so that kernels are compiled before serving.
+
+        A chunk packs several sequences where `tokens` is more than the longest has.
+        """
         memory = self._memory
         rows = min(tokens, memory.tables.num_slots - 1)
-        buffers = memory.prefill_buffers(tokens, 1, rows, rows)
+        longest = min(tokens, memory.config.max_seq_len)
+        counts = [longest] * (tokens // longest)
+        counts += [tokens % longest] if tokens % longest else []
+        buffers = memory.prefill_buffers(tokens, len(counts), rows, rows)
         buffers.packed.zero_()
         buffers.adapter_enabled.fill_(1)
         buffers.lora.row_adapter.fill_(0 if memory.config.max_loras else -1)
         for tensor in (buffers.seq_request, buffers.row_request):
             tensor.fill_(memory.tables.dummy)
-        buffers.seq_lens.fill_(tokens)
-        buffers.q_indptr[1:] = tokens
-        self._forward(buffers, tokens)
+        buffers.seq_lens.copy_(torch.tensor(counts, device="cpu"))
+        torch.cumsum(buffers.seq_lens, 0, dtype=torch.int32, out=buffers.q_indptr[1:])
+        self._forward(buffers, longest)
         self._decoder.logits(buffers.workspace.hidden[:rows], buffers.workspace.logits)
         ws = buffers.workspace.view(rows, rows)
         draw(memory.tables, ws, buffers.row_request, buffers.row_num_logprobs, buffers.outputs)

@@ -1,0 +1,152 @@
+"""The sizes that warm-up runs cover every variant of a mixture's kernels that prefill can need.
+
+Launchers run on CPU tensors that say they are on a GPU, with Triton's launch intercepted: a
+variant is what Triton would compile anew for. Of the dense kernels the GPU's own test tells.
+"""
+
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+
+import pytest
+import torch
+import triton
+
+import engine.expert_delta
+import engine.mixture
+from engine.decode_step import lora_delta
+from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes
+from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
+from tests.engine.backends import TestedBackend as Backend
+from tests.tiny_models import MIXTURES
+
+MOST = 1400  # above every threshold in rows
+OPS = {
+    "moe_align": ("moe_align_block_size", "moe_lora_align_block_size"),
+    **{
+        name: (name,)
+        for name in (
+            "moe_combine",
+            "moe_gemm",
+            "moe_lora_down",
+            "moe_lora_expand_grouped",
+            "moe_lora_gate_up",
+            "moe_lora_shrink",
+            "moe_lora_shrink_grouped",
+            "moe_route",
+        )
+    },
+}
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def variant_of(kernel, args, kwargs):
+    """What Triton compiles a kernel anew for: constants, options, integers that are 1 or of 16,
+    addresses of 16, absent arguments."""
+    bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    key = []
+    for parameter in kernel.params:
+        value = bound.pop(parameter.name, None)
+        if value is None or parameter.is_constexpr:
+            key.append(value)
+        elif isinstance(value, torch.Tensor):
+            aligned = parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
+            key.append((value.dtype, aligned))
+        elif parameter.do_not_specialize:
+            key.append(type(value))
+        else:
+            key.append((type(value), value == 1, value % 16 == 0))
+    return kernel.fn.__name__, *key, *sorted(bound.items(), key=str)
+
+
+class Launches:
+    """Runs a mixture's layer for its launches alone, and collects the variants."""
+
+    def __init__(self, served):
+        self.served = served
+        self.variants = set()
+
+    def of(self, tokens):
+        memory = self.served.memory
+        buffers = memory.prefill_buffers(tokens, 1, 1, 1)
+        ws, moe = buffers.workspace, buffers.workspace.moe
+        lora = lora_delta(memory, "sgemm", buffers.lora, buffers.adapter_enabled, ws)
+        moe = replace(moe, activated=moe.activated.as_subclass(OnGPU))
+        ws = replace(ws, hidden=ws.hidden.as_subclass(OnGPU), moe=moe)
+        decoder = self.served.runner._step._decoder
+        layer = decoder.weights.layers[2].mlp
+        self.variants = set()
+        engine.mixture.run_mixture(2, layer, decoder.architecture, None, lora, ws)
+        assert self.variants
+        return self.variants
+
+    def record(self, kernel, *args, grid, warmup, **kwargs):
+        self.variants.add(variant_of(kernel, args, kwargs))
+
+
+@pytest.fixture(params=MIXTURES)
+def launches(request, tmp_path, monkeypatch):
+    name = request.param
+    model = AdaptedModel.make(name, tmp_path, {})
+    options = {"prefill_chunk_tokens": MOST, "max_seq_len": MOST, "graph_batch_sizes": [1]}
+    with model.engine(Backend("cpu", "tape", 0.0), dtype="bfloat16", **options) as served:
+        recorder = Launches(served)
+        for file, ops in OPS.items():
+            for op in ops:
+                launcher = getattr(import_module(f"kernels.{file}"), f"{op}_triton")
+                for user in (engine.mixture, engine.expert_delta):
+                    if hasattr(user, op):
+                        monkeypatch.setattr(user, op, launcher)
+        monkeypatch.setattr(engine.mixture, "_run_shared", lambda *args: None)
+        monkeypatch.setattr(
+            triton.runtime.jit.JITFunction,
+            "run",
+            lambda kernel, *args, **kwargs: recorder.record(kernel, *args, **kwargs),
+        )
+        yield recorder
+
+
+def test_every_length_of_a_chunk(launches):
+    moe = launches.served.memory.dims.moe
+    covered = set()
+    for tokens in prefill_sizes(moe, MOST):
+        covered |= launches.of(tokens)
+    assert len(prefill_sizes(moe, MOST)) < 100
+    for tokens in range(1, MOST + 1):
+        missing = launches.of(tokens) - covered
+        assert not missing, f"{tokens} tokens: {missing}"
+
+
+def test_sizes_are_in_range():
+    assert prefill_sizes(None, 10) == [4, 10]
+    assert prefill_sizes(None, 2048) == [4, 16, 64, 128, 512, 513, 2048]
+    assert eager_batch_sizes(None, 8, 8) == []
+    assert eager_batch_sizes(None, 8, 40) == [9, 16, 32, 40]
+
+
+def test_a_chunk_longer_than_any_sequence(tmp_path):
+    """It packs several: what a warm-up of so many tokens has to do as well."""
+    model = AdaptedModel.make("mixtral", tmp_path, {})
+    backend = Backend("cpu", "tape", 1e-4)
+    with model.engine(backend, max_seq_len=24, prefill_chunk_tokens=100) as served:
+        lengths = []
+        forward = served.runner.prefill._forward
+
+        def record(buffers, max_q_len):
+            bounds = buffers.q_indptr.tolist()
+            assert [b - a for a, b in pairwise(bounds)] == buffers.seq_lens.tolist()
+            lengths.append((buffers.seq_lens.tolist(), max_q_len))
+            forward(buffers, max_q_len)
+            assert not buffers.workspace.hidden.isnan().any()
+
+        served.runner.prefill._forward = record
+        with torch.inference_mode():
+            for tokens in (1, 24, 25, 100):
+                served.runner.prefill.warm_up(tokens)
+        assert lengths == [([1], 1), ([24], 24), ([24, 1], 24), ([24, 24, 24, 24, 4], 24)]
+        names = [None] * 6
+        prompts = [prompt_of(18, row) for row in range(6)]
+        model.check(served.generate(prompts, greedy(5, ignore_eos=True), names), backend)
