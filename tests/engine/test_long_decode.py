@@ -21,9 +21,9 @@ ADAPTERS = {
     },
 }
 BATCHES = {1: ["experts"], 8: ["experts", None, "some", None, "experts", None, None, "some"]}
-# How much farther errors may grow over the whole decode than those of base rows, as a part of the
-# tolerance of one position: on the CPU a few units of the last place of a logprob.
-SLOPE_SHARE = 0.1
+# How much more errors may grow over the whole decode than those of base rows, as a part of the
+# tolerance of one position. On the CPU that is about the mean error, ten times what grows there.
+SLOPE_SHARE = 0.02
 
 
 @pytest.fixture(scope="module")

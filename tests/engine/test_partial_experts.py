@@ -37,7 +37,8 @@ class RouteRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is moe_route:
-            self.routes.append(args[-1].clone())
+            names = [argument.name for argument in func._schema.arguments]
+            self.routes.append(args[names.index("topk_ids")].clone())
         return result
 
 
