@@ -55,8 +55,8 @@ def variant_of(kernel, args, kwargs):
         elif isinstance(value, torch.Tensor):
             aligned = parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
             key.append((value.dtype, aligned))
-        elif parameter.do_not_specialize:
-            key.append(type(value))
+        elif parameter.do_not_specialize or not isinstance(value, int):
+            key.append((type(value), *getattr(value, "block_shape", ())))
         else:
             key.append((type(value), value == 1, value % 16 == 0))
     return kernel.fn.__name__, *key, *sorted(bound.items(), key=str)
