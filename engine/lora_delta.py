@@ -9,7 +9,8 @@ from engine.decoder_weights import Projection
 from kernels.linear import linear
 from kernels.lora_gather import lora_gather
 from kernels.lora_metadata import lora_metadata
-from kernels.sgemm import sgemm_a, sgemm_b, shrink_split_k
+from kernels.lora_segments import shrink_split_k
+from kernels.sgemm import sgemm_a, sgemm_b
 from memory.adapter_tables import AdapterTables
 from memory.lora_batch_info import LoRABatchInfo
 from memory.lora_targets import Target

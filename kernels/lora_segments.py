@@ -32,42 +32,54 @@ TABLES = (
 @triton.jit
 def find_pairs(
     seg_indptr,
+    weight_indices,
     num_segments,
+    max_segments,
     tile,
     BLOCK_M: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ):
-    """The segment that owns `tile`, the tile's first pair and the segment's end.
+    """The slot of the segment that owns `tile`, the tile's first pair and the segment's end.
 
-    first >= end where there is no work. ONE_TILE: no segment is longer than BLOCK_M.
+    first >= end where there is no work. ONE_TILE: no segment is longer than BLOCK_M. Waits for
+    memory once: unused segments are empty ones, and of the others all are read.
     """
-    used = tl.load(num_segments)
     if ONE_TILE:
-        segment = tile
+        slot = tl.load(weight_indices + tile)
+        first = tl.load(seg_indptr + tile)
+        end = tl.load(seg_indptr + tile + 1)
     else:
         candidates = tl.arange(0, BLOCK_SEGMENTS)
-        starts = tl.load(seg_indptr + candidates, mask=candidates < used, other=0)
+        exists = candidates < max_segments
+        starts = tl.load(seg_indptr + candidates, mask=exists, other=0)
+        ends = tl.load(seg_indptr + candidates + 1, mask=exists, other=0)
+        slots = tl.load(weight_indices + candidates, mask=exists, other=0)
+        used = tl.load(num_segments)
         owned = (candidates < used) & (candidates + starts // BLOCK_M <= tile)
         segment = tl.sum(owned.to(tl.int32)) - 1
-    live = (segment >= 0) & (segment < used)
-    start = tl.load(seg_indptr + segment, mask=live, other=0)
-    end = tl.load(seg_indptr + segment + 1, mask=live, other=0)
-    first = start
-    if not ONE_TILE:
-        first += (tile - segment - start // BLOCK_M) * BLOCK_M
-    return segment, first, end
+        chosen = candidates == segment
+        slot = tl.sum(tl.where(chosen, slots, 0))
+        start = tl.sum(tl.where(chosen, starts, 0))
+        end = tl.sum(tl.where(chosen, ends, 0))
+        first = start + (tile - segment - start // BLOCK_M) * BLOCK_M
+    return slot, first, end
 
 
 @triton.jit
 def weights_at(table, index, arena):
-    """A table's address as a pointer of the arena's dtype.
+    """A table's address as a pointer of the arena's dtype: see `as_weights`."""
+    return as_weights(tl.load(table + index), arena)
+
+
+@triton.jit
+def as_weights(address, arena):
+    """An address, or a block of them, as pointers of the arena's dtype.
 
     A loaded address carries no hint; that blocks start on 16 bytes is said here, and what that
     means for a row follows from the constexpr row length.
     """
-    address = tl.load(table + index).to(tl.pointer_type(arena.dtype.element_ty))
-    return tl.multiple_of(address, 16)
+    return tl.multiple_of(address.to(tl.pointer_type(arena.dtype.element_ty)), 16)
 
 
 def check_segments(
@@ -121,6 +133,16 @@ def row_regime(num_tokens: int) -> int | None:
 def block_m_for(num_tokens: int) -> int:
     """Pairs per tile, from the number of rows alone."""
     return {None: 64, 512: 32}.get(row_regime(num_tokens), 16)
+
+
+def shrink_split_k(num_tokens: int, in_features: int) -> int:
+    """How many parts `sgemm_a` should split K into: many for few rows, which fill few programs.
+
+    The workspace `shrunk` takes split_k * T * stack * max_rank * 4 bytes; split_k * T stays at or
+    below max(T, 256), so one of max(T, 256) rows serves every T up to its own.
+    """
+    splits: dict[int | None, int] = {4: 16, 16: 8, 64: 4, 128: 2}
+    return max(1, min(splits.get(row_regime(num_tokens), 1), in_features // 256))
 
 
 def tile_count(num_tokens: int, max_loras: int) -> int:

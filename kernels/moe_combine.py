@@ -67,8 +67,8 @@ def _moe_combine_kernel(
         expert = tl.load(topk_ids + pair)
         weight = tl.load(topk_weights + pair)
         source = pairs + pair * pairs_stride + columns
-        value = tl.load(source, mask=mask & (expert >= 0), other=0.0).to(tl.float32)
-        total = add_pair(total, expert, weight, value)
+        value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        total = add_pair(total, expert, weight, value)  # skips pairs without an expert
     total = add_shared(total, shared, shared_stride, shared_gate, gate_stride, row, columns, mask)
     tl.store(out + row * out_stride + columns, total.to(out.dtype.element_ty), mask=mask)
 

@@ -9,11 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora_segments import weight_view
+from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_combine import add_pair, add_shared, moe_combine_torch
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
-    as_weights,
     check_pairs,
     check_rows,
     columns_a_program,
@@ -161,8 +160,8 @@ def _moe_lora_down_kernel(
         expert = tl.load(topk_ids + pair)
         weight = tl.load(topk_weights + pair)
         source = down + pair * DOWN_STRIDE + n
-        value = tl.load(source, mask=inside & (expert >= 0), other=0.0).to(tl.float32)
-        total = add_pair(total, expert, weight, value)
+        value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        total = add_pair(total, expert, weight, value)  # skips pairs without an expert
     widest = tl.max(ranks)
     if widest > 0:
         split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE

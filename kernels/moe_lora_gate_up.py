@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from kernels.activation import KINDS, activate, gated_activation_torch
-from kernels.lora_segments import weight_view
+from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
-    as_weights,
     check_pairs,
     check_rows,
     columns_a_program,
@@ -105,15 +104,16 @@ def _moe_lora_gate_up_kernel(
     WIDE: tl.constexpr,
 ):
     pair = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < INTERMEDIATE
+    source = gate_up + pair.to(tl.int64) * GATE_UP_STRIDE + n
+    # Read before it is known whether the pair has an expert, so as to wait once for all of them.
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
     expert = tl.load(topk_ids + pair)
     slot = tl.load(row_adapter + pair // TOP_K)
     if expert < 0:
         return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < INTERMEDIATE
-    source = gate_up + pair.to(tl.int64) * GATE_UP_STRIDE + n
-    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(source + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
     known = (slot >= 0) & (slot < MAX_LORAS) & (expert < NUM_EXPERTS)
     # All that a program may need of the tables in one wait, not one wait each.
     enabled = tl.load(adapter_enabled + slot, mask=known, other=0)
@@ -258,7 +258,8 @@ def moe_lora_gate_up_triton(
         out,
     )
     (num_pairs, intermediate), (_, max_loras, num_experts) = out.shape, b_ptrs.shape
-    block_n = columns_a_program(num_pairs, intermediate, 32, 128)
+    most = 256 if num_pairs > 512 else 128
+    block_n = columns_a_program(num_pairs, intermediate, 32, most)
     ranks = max(4, triton.next_power_of_2(max_rank))
     _moe_lora_gate_up_kernel[(num_pairs, triton.cdiv(intermediate, block_n))](
         gate_up,

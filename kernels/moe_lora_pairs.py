@@ -40,12 +40,6 @@ PAIR_TABLES = (
 
 
 @triton.jit
-def as_weights(address, arena):
-    """An address, or a block of them, as pointers of the arena's dtype that start on 16 bytes."""
-    return tl.multiple_of(address.to(tl.pointer_type(arena.dtype.element_ty)), 16)
-
-
-@triton.jit
 def sum_splits(shrunk, places, mask, split_stride, SPLITS: tl.constexpr):
     """Sum over splits, in their order, of what lies at `places` of each; 0 off the mask."""
     total = tl.load(shrunk + places, mask=mask, other=0.0)

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora_segments import weight_view
-from kernels.moe_lora_pairs import PAIR_TABLES, as_weights, check_pairs, check_rows, walk_pairs
+from kernels.lora_segments import as_weights, weight_view
+from kernels.moe_lora_pairs import PAIR_TABLES, check_pairs, check_rows, walk_pairs
 from kernels.op import define_op
 
 _LEAST_K = 128  # columns of A that a program reads at least

@@ -57,7 +57,7 @@ def _store_top_k_of(
 
 _ROW_INPUTS = ["row_mask", "row_adapter", "adapter_enabled"]
 _TABLES = ["a_ptrs", "b_ptrs", "lora_ranks", "scalings"]
-_OUTPUTS = ["topk_weights", "topk_ids", "scratch", "arrivals"]
+_OUTPUTS = ["topk_weights", "topk_ids", "arrivals"]
 
 
 @triton.jit(

@@ -27,30 +27,20 @@ import triton.language as tl
 
 from kernels.lora_segments import (
     TABLES,
+    as_weights,
     block_m_for,
     check_segments,
     find_pairs,
-    row_regime,
     tile_count,
     walk_segments,
     weight_view,
-    weights_at,
 )
 from kernels.op import define_op
 
 
-def shrink_split_k(num_tokens: int, in_features: int) -> int:
-    """How many parts `sgemm_a` should split K into: many for few rows, which fill few programs.
-
-    The workspace `shrunk` takes split_k * T * stack * max_rank * 4 bytes; split_k * T stays at or
-    below max(T, 256), so one of max(T, 256) rows serves every T up to its own.
-    """
-    splits: dict[int | None, int] = {4: 16, 16: 8, 64: 4, 128: 2}
-    return max(1, min(splits.get(row_regime(num_tokens), 1), in_features // 256))
-
-
 @triton.jit(
-    do_not_specialize=["split_rows", "blocks_per_split"], do_not_specialize_on_alignment=TABLES
+    do_not_specialize=["segments", "split_rows", "blocks_per_split"],
+    do_not_specialize_on_alignment=TABLES,
 )
 def _sgemm_a_kernel(
     x,
@@ -62,6 +52,7 @@ def _sgemm_a_kernel(
     pair_row,
     num_segments,
     shrunk,
+    segments,
     split_rows,
     blocks_per_split,
     K: tl.constexpr,
@@ -79,18 +70,21 @@ def _sgemm_a_kernel(
     stacked = tl.program_id(0) // rank_tiles
     first_rank = tl.program_id(0) % rank_tiles * BLOCK_R
     split = tl.program_id(1)
-    segment, first, end = find_pairs(
-        seg_indptr, num_segments, tl.program_id(2), BLOCK_M, BLOCK_SEGMENTS, ONE_TILE
+    tile = tl.program_id(2)
+    slot, first, end = find_pairs(
+        seg_indptr, weight_indices, num_segments, segments, tile, BLOCK_M, BLOCK_SEGMENTS, ONE_TILE
     )
     if first >= end:
         return
-    entry = stacked * MAX_LORAS + tl.load(weight_indices + segment)
+    entry = stacked * MAX_LORAS + slot
+    pairs = first + tl.arange(0, BLOCK_M)
+    # All of the tables in one wait, not one wait each.
     rank = tl.load(lora_ranks + entry)
+    address = tl.load(a_ptrs + entry)
+    rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
     if first_rank >= rank:
         return
-    a = weights_at(a_ptrs, entry, arena)
-    pairs = first + tl.arange(0, BLOCK_M)
-    rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
+    a = as_weights(address, arena)
     ranks = first_rank + tl.arange(0, BLOCK_R)
     x_rows = x + rows[:, None] * X_STRIDE
     a_rows = a + ranks[:, None] * K
@@ -111,7 +105,7 @@ def _sgemm_a_kernel(
     tl.store(shrunk + places[:, None] + ranks[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=TABLES)
+@triton.jit(do_not_specialize=["segments", "split_rows"], do_not_specialize_on_alignment=TABLES)
 def _sgemm_b_kernel(
     shrunk,
     arena,
@@ -123,6 +117,7 @@ def _sgemm_b_kernel(
     pair_row,
     num_segments,
     y,
+    segments,
     split_rows,
     N0: tl.constexpr,
     N1: tl.constexpr,
@@ -147,19 +142,22 @@ def _sgemm_b_kernel(
     width = tl.where(third, N2, tl.where(second, N1, N0))
     column = tl.where(third, N0 + N1, tl.where(second, N0, 0))
     tile_n -= tl.where(third, tiles0 + tiles1, tl.where(second, tiles0, 0))
-    segment, first, end = find_pairs(
-        seg_indptr, num_segments, tl.program_id(1), BLOCK_M, BLOCK_SEGMENTS, ONE_TILE
+    tile = tl.program_id(1)
+    slot, first, end = find_pairs(
+        seg_indptr, weight_indices, num_segments, segments, tile, BLOCK_M, BLOCK_SEGMENTS, ONE_TILE
     )
     if first >= end:
         return
-    entry = stacked * MAX_LORAS + tl.load(weight_indices + segment)
+    entry = stacked * MAX_LORAS + slot
+    pairs = first + tl.arange(0, BLOCK_M)
+    # All of the tables in one wait, not one wait each.
     rank = tl.load(lora_ranks + entry)
+    address = tl.load(b_ptrs + entry)
+    scaling = tl.load(scalings + entry)
+    rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
     if rank == 0:
         return
-    scaling = tl.load(scalings + entry)
-    b = weights_at(b_ptrs, entry, arena)
-    pairs = first + tl.arange(0, BLOCK_M)
-    rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
+    b = as_weights(address, arena)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     y_mask = (pairs < end)[:, None] & (n < width)[None, :]
     y_places = y + rows[:, None] * Y_STRIDE + (column + n)[None, :]
@@ -243,6 +241,7 @@ def sgemm_a_triton(
         pair_row,
         num_segments,
         out,
+        min(num_tokens, max_loras),
         out.stride(0) // out.stride(1),
         triton.cdiv(triton.cdiv(in_features, block_k), split_k),
         K=in_features,
@@ -322,6 +321,7 @@ def sgemm_b_triton(
         pair_row,
         num_segments,
         y,
+        min(num_tokens, max_loras),
         shrunk.stride(0) // shrunk.stride(1),
         N0=widths[0],
         N1=widths[1],

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.lora_segments import shrink_split_k
 from kernels.moe_lora_shrink import moe_shrink_split_k
 from kernels.paged_attention import decode_splits
 from kernels.sampling import sampling_partials_shape
-from kernels.sgemm import shrink_split_k
 from memory.adapter_store import AdapterStore
 from memory.adapter_tables import column_ints
 from memory.budget import MIB, Budget

@@ -309,7 +309,8 @@ def test_tables_follow_the_slots():
     for turn in (0, 1, 2, 0, 2, 1):
         adapter = adapters[turn]
         assert registry.acquire(adapter)
-        assert tables.linear.lora_ranks[1, Target.DOWN_PROJ, adapter.slot] == adapter.packed.weights.rank
+        rank = tables.linear.lora_ranks[1, Target.DOWN_PROJ, adapter.slot]
+        assert rank == adapter.packed.weights.rank
         assert registry._store.enabled[adapter.slot] == 1
         registry.release(adapter)
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from kernels.lora_segments import shrink_split_k
 from kernels.sgemm import (
     sgemm_a_torch,
     sgemm_a_triton,
     sgemm_b_torch,
     sgemm_b_triton,
-    shrink_split_k,
 )
 from tests.kernels.cross_compile import compile_launches
 from tests.kernels.packed_adapters import PackedAdapters, pack_adapters, segments_of
