@@ -5,6 +5,7 @@ import torch
 from engine.attention import DecodeAttention
 from engine.decoder import Decoder, StepTokens
 from engine.lora_delta import LoRABackend, LoRADelta
+from engine.side_branch import SideBranch
 from engine.trace import Trace
 from kernels.logprobs import logprobs
 from kernels.sampling import sample
@@ -25,10 +26,15 @@ class DecodeStep:
     """
 
     def __init__(
-        self, decoder: Decoder, memory: MemoryManager, lora_backend: LoRABackend, trace: Trace
+        self,
+        decoder: Decoder,
+        memory: MemoryManager,
+        lora_backend: LoRABackend,
+        side: SideBranch,
+        trace: Trace,
     ) -> None:
         self._decoder, self._memory, self._lora_backend = decoder, memory, lora_backend
-        self._trace = trace
+        self._side, self._trace = side, trace
 
     def __call__(self, buffers: StepBuffers) -> None:
         memory, tables, ws = self._memory, self._memory.tables, buffers.workspace
@@ -48,7 +54,7 @@ class DecodeStep:
             buffers.row_num_logprobs,
         )
         lora = lora_delta(
-            memory, self._lora_backend, buffers.lora, buffers.adapter_enabled, buffers.workspace
+            memory, self._lora_backend, self._side, buffers.lora, buffers.adapter_enabled, ws
         )
         attention = DecodeAttention(
             tables.block_tables,
@@ -69,6 +75,7 @@ class DecodeStep:
 def lora_delta(
     memory: MemoryManager,
     backend: LoRABackend,
+    side: SideBranch,
     info: LoRABatchInfo,
     adapter_enabled: torch.Tensor,
     ws: Workspace,
@@ -79,6 +86,7 @@ def lora_delta(
     store = memory.adapters
     delta = LoRADelta(
         backend=backend,
+        side=side,
         info=info,
         tables=store.tables,
         adapter_enabled=adapter_enabled,

@@ -63,20 +63,25 @@ class ExpertDelta:
             linear.scalings[at],
         )
 
-    def add_gate_up(self, hidden: torch.Tensor, kind: str) -> None:
-        """`moe.activated` [P, I] = f(gate + Δgate) · (up + Δup), from `moe.gate_up` and `hidden`
-        [T, H]."""
-        moe, max_rank = self.moe, self.lora.max_rank
-        experts, tables = self._experts, self._tables(GATE_UP)
-        outer = (experts.outer_ptrs[self.index, GATE_UP], experts.outer_ranks[self.index, GATE_UP])
+    def shrink_gate_up(self, hidden: torch.Tensor) -> None:
+        """x Aᵀ of gate and up, for `hidden` [T, H], beside what is launched until they are added.
+        The layer's other adapters must not be at work meanwhile."""
+        outer = (self._experts.outer_ptrs, self._experts.outer_ranks)
+        outer_ptrs, outer_ranks = (table[self.index, GATE_UP] for table in outer)
+        with self.lora.side.forked():
+            if self._is_grouped:
+                self._align()
+            self._shrink(GATE_UP, hidden, outer_ptrs, outer_ranks, self.top_k)
+
+    def add_gate_up(self, kind: str) -> None:
+        """`moe.activated` [P, I] = f(gate + Δgate) · (up + Δup), from `moe.gate_up`."""
+        self.lora.side.join()
+        moe, tables, shrunk = self.moe, self._tables(GATE_UP), self._shrunk(GATE_UP)
+        outer_ranks = self._experts.outer_ranks[self.index, GATE_UP]
         if self._is_grouped:
-            self._align()
-            shrunk = self._shrunk(2, 1)
-            self._shrink_grouped(hidden, tables, *outer, self.top_k, shrunk)
-            self._expand_grouped(shrunk, tables, outer[1], moe.gate_up)
+            self._expand_grouped(shrunk, tables, outer_ranks, moe.gate_up)
             gated_activation(moe.gate_up, kind, moe.activated)
             return
-        shrunk = self._shrink(hidden, tables, *outer, self.top_k, 2)
         moe_lora_gate_up(
             moe.gate_up,
             shrunk,
@@ -84,28 +89,32 @@ class ExpertDelta:
             tables.b_ptrs,
             tables.lora_ranks,
             tables.scalings,
-            outer[1],
+            outer_ranks,
             self.lora.info.row_adapter,
             self.lora.adapter_enabled,
             moe.topk_ids,
-            max_rank,
+            self.lora.max_rank,
             kind,
             moe.activated,
         )
+
+    def shrink_down(self) -> None:
+        """x Aᵀ of down, for `moe.activated` [P, I], likewise."""
+        with self.lora.side.forked():
+            self._shrink(DOWN, self.moe.activated, None, None, 1)
 
     def add_down_and_combine(
         self, shared: torch.Tensor | None, shared_gate: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         """`out` [T, H] = Σ weight · (down + Δdown) over each row's experts, plus the expert that
-        every token passes; from `moe.down` [P, H] and `moe.activated` [P, I]."""
-        moe, experts, tables = self.moe, self._experts, self._tables(DOWN)
+        every token passes; from `moe.down` [P, H]."""
+        self.lora.side.join()
+        moe, experts = self.moe, self._experts
+        tables, shrunk = self._tables(DOWN), self._shrunk(DOWN)
         if self._is_grouped:
-            shrunk = self._shrunk(1, 1)
-            self._shrink_grouped(moe.activated, tables, None, None, 1, shrunk)
             self._expand_grouped(shrunk, tables, None, moe.down)
             moe_combine(moe.down, moe.topk_ids, moe.topk_weights, shared, shared_gate, out)
             return
-        shrunk = self._shrink(moe.activated, tables, None, None, 1, 1)
         moe_lora_down(
             moe.down,
             shrunk,
@@ -135,38 +144,59 @@ class ExpertDelta:
             linear.scalings[index, stacked],
         )
 
-    def _shrunk(self, stack: int, splits: int) -> torch.Tensor:
-        """float32 [splits, P, stack · max_rank] of workspace."""
-        shape = (splits, self.moe.topk_ids.numel(), stack * self.lora.max_rank)
+    def _shrunk(self, stacked: slice) -> torch.Tensor:
+        """float32 [splits, P, stack · max_rank] of workspace: the slices' x Aᵀ."""
+        moe, pairs, splits = self.moe, self.moe.topk_ids.numel(), 1
+        if moe.activated.is_cuda and not self._is_grouped:
+            read = moe.down if stacked is GATE_UP else moe.activated
+            splits = moe_shrink_split_k(pairs, read.shape[1])
+        stack = stacked.stop - stacked.start
+        shape = (splits, pairs, stack * self.lora.max_rank)
         return self.lora.shrunk[: shape[0] * shape[1] * shape[2]].view(shape)
 
     def _shrink(
         self,
+        stacked: slice,
         x: torch.Tensor,
-        tables: LinearTables,
         outer_ptrs: torch.Tensor | None,
         outer_ranks: torch.Tensor | None,
         pairs_per_row: int,
-        stack: int,
-    ) -> torch.Tensor:
-        pairs = self.moe.topk_ids.numel()
-        splits = moe_shrink_split_k(pairs, x.shape[1]) if x.is_cuda else 1
-        shrunk = self._shrunk(stack, splits)
-        moe_lora_shrink(
-            x,
-            self.lora.arena,
-            tables.a_ptrs,
-            tables.lora_ranks,
-            outer_ptrs,
-            outer_ranks,
-            self.lora.info.row_adapter,
-            self.lora.adapter_enabled,
-            self.moe.topk_ids,
-            pairs_per_row,
-            self.lora.max_rank,
-            shrunk,
-        )
-        return shrunk
+    ) -> None:
+        lora, tables, shrunk = self.lora, self._tables(stacked), self._shrunk(stacked)
+        if self._is_grouped:
+            sort = self.moe.lora
+            moe_lora_shrink_grouped(
+                x,
+                lora.arena,
+                tables.a_ptrs,
+                tables.lora_ranks,
+                outer_ptrs,
+                outer_ranks,
+                sort.sorted_token_ids_lora,
+                sort.expert_ids_lora,
+                sort.num_tokens_post_padded_lora,
+                sort.lora_ids,
+                self.moe.block_size_m,
+                self.top_k,
+                pairs_per_row,
+                lora.max_rank,
+                shrunk,
+            )
+        else:
+            moe_lora_shrink(
+                x,
+                lora.arena,
+                tables.a_ptrs,
+                tables.lora_ranks,
+                outer_ptrs,
+                outer_ranks,
+                lora.info.row_adapter,
+                lora.adapter_enabled,
+                self.moe.topk_ids,
+                pairs_per_row,
+                lora.max_rank,
+                shrunk,
+            )
 
     def _align(self) -> None:
         """Sort the pairs by (slot, expert), every row being a request of its own."""
@@ -186,34 +216,6 @@ class ExpertDelta:
             self.lora.adapter_enabled,
             sort.lora_ids,
             None,
-        )
-
-    def _shrink_grouped(
-        self,
-        x: torch.Tensor,
-        tables: LinearTables,
-        outer_ptrs: torch.Tensor | None,
-        outer_ranks: torch.Tensor | None,
-        pairs_per_row: int,
-        shrunk: torch.Tensor,
-    ) -> None:
-        sort = self.moe.lora
-        moe_lora_shrink_grouped(
-            x,
-            self.lora.arena,
-            tables.a_ptrs,
-            tables.lora_ranks,
-            outer_ptrs,
-            outer_ranks,
-            sort.sorted_token_ids_lora,
-            sort.expert_ids_lora,
-            sort.num_tokens_post_padded_lora,
-            sort.lora_ids,
-            self.moe.block_size_m,
-            self.top_k,
-            pairs_per_row,
-            self.lora.max_rank,
-            shrunk,
         )
 
     def _expand_grouped(

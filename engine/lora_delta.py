@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from engine.decoder_weights import Projection
+from engine.side_branch import SideBranch
 from kernels.linear import linear
 from kernels.lora_gather import lora_gather
 from kernels.lora_metadata import lora_metadata
@@ -22,11 +23,13 @@ LoRABackend = Literal["torch", "sgemm"]
 class LoRADelta:
     """One step's LoRA: which rows use which slot, and where the slots' weights lie.
 
-    `shrunk` is flat float32 workspace. Backend "torch" is plain torch on a GPU; on the CPU every
-    backend is the ops' torch twins.
+    `shrunk` is flat float32 workspace for one x Aᵀ at a time, written on the branch `side` and
+    read after the join. Backend "torch" is plain torch on a GPU; on the CPU every backend is the
+    ops' torch twins.
     """
 
     backend: LoRABackend
+    side: SideBranch
     info: LoRABatchInfo
     tables: AdapterTables
     adapter_enabled: torch.Tensor
@@ -49,21 +52,17 @@ class LoRADelta:
             info.pair_slot,
         )
 
-    def add(
-        self,
-        layer: int,
-        first: Target,
-        slice_sizes: list[int],
-        x: torch.Tensor,
-        y: torch.Tensor,
+    def project(
+        self, layer: int, first: Target, x: torch.Tensor, projection: Projection, y: torch.Tensor
     ) -> None:
-        """Add to `y` [T, sum of sizes], in place, the deltas of the layers stacked from `first`,
-        which all read `x` [T, in]."""
-        stacked = slice(first, first + len(slice_sizes))
+        """`y` [T, N] = x Wᵀ + bias of the layers stacked from `first`, and on top the deltas of
+        each, in place. x Aᵀ needs nothing but `x` [T, in] and runs beside the base product."""
+        stacked, sizes = slice(first, first + len(projection.slice_sizes)), projection.slice_sizes
         tables, info = self.tables.linear, self.info
         a_ptrs, b_ptrs = tables.a_ptrs[layer, stacked], tables.b_ptrs[layer, stacked]
         ranks, scalings = tables.lora_ranks[layer, stacked], tables.scalings[layer, stacked]
         if self.backend == "torch" and x.is_cuda:
+            linear(x, projection.weight, projection.bias, y)
             lora_gather(
                 x,
                 self.arena,
@@ -75,18 +74,19 @@ class LoRADelta:
                 info.row_adapter,
                 self.adapter_enabled,
                 self.max_rank,
-                slice_sizes,
+                sizes,
                 y,
             )
             return
-        tokens, width = x.shape[0], len(slice_sizes) * self.max_rank
+        tokens, width = x.shape[0], len(sizes) * self.max_rank
         splits = shrink_split_k(tokens, x.shape[1]) if x.is_cuda else 1
         shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
         segments = (info.seg_indptr, info.weight_indices, info.pair_row, info.num_segments)
-        sgemm_a(x, self.arena, a_ptrs, ranks, *segments, self.max_rank, shrunk)
-        sgemm_b(
-            shrunk, self.arena, b_ptrs, ranks, scalings, *segments, self.max_rank, slice_sizes, y
-        )
+        with self.side.forked():
+            sgemm_a(x, self.arena, a_ptrs, ranks, *segments, self.max_rank, shrunk)
+        linear(x, projection.weight, projection.bias, y)
+        self.side.join()
+        sgemm_b(shrunk, self.arena, b_ptrs, ranks, scalings, *segments, self.max_rank, sizes, y)
 
 
 def project(
@@ -97,7 +97,8 @@ def project(
     lora: LoRADelta | None,
     out: torch.Tensor,
 ) -> None:
-    """`out` [T, N] = x Wᵀ + bias, then each row's own adapter on top, in place."""
-    linear(x, projection.weight, projection.bias, out)
-    if lora is not None:
-        lora.add(layer, first, projection.slice_sizes, x, out)
+    """`out` [T, N] = x Wᵀ + bias, with each row's own adapter where there are adapters."""
+    if lora is None:
+        linear(x, projection.weight, projection.bias, out)
+    else:
+        lora.project(layer, first, x, projection, out)

@@ -53,20 +53,24 @@ def run_mixture(
         moe.router_scratch,
         moe.router_arrivals,
     )
-    sort = _sort_pairs(moe, architecture.moe.num_experts)
-    block = moe.block_size_m
-    moe_gemm(ws.hidden, weights.gate_up, moe.topk_ids, *sort, block, top_k, moe.gate_up)
-    if delta:
-        delta.add_gate_up(ws.hidden, kind)
-    else:
-        gated_activation(moe.gate_up, kind, moe.activated)
-    moe_gemm(moe.activated, weights.down, moe.topk_ids, *sort, block, 1, moe.down)
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if moe.shared is not None:
         assert weights.shared is not None
         assert weights.shared_gate is not None
         _run_shared(index, weights.shared, weights.shared_gate, kind, lora, ws.hidden, moe.shared)
         shared = (moe.shared.down, moe.shared.gate)
+    if delta:
+        delta.shrink_gate_up(ws.hidden)
+    sort = _sort_pairs(moe, architecture.moe.num_experts)
+    block = moe.block_size_m
+    moe_gemm(ws.hidden, weights.gate_up, moe.topk_ids, *sort, block, top_k, moe.gate_up)
+    if delta:
+        delta.add_gate_up(kind)
+    else:
+        gated_activation(moe.gate_up, kind, moe.activated)
+    if delta:
+        delta.shrink_down()
+    moe_gemm(moe.activated, weights.down, moe.topk_ids, *sort, block, 1, moe.down)
     if delta:
         delta.add_down_and_combine(*shared, ws.delta)
     else:

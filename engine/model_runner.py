@@ -15,6 +15,7 @@ from engine.prefill import Prefill
 from engine.request import Sequence
 from engine.request_admission import RequestAdmission
 from engine.scheduler import StepPlan
+from engine.side_branch import SideBranch
 from engine.trace import Trace
 from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes
 from graphs.graph_capturer import Backend, GraphCapturer
@@ -50,10 +51,11 @@ class ModelRunner:
     ) -> None:
         self.memory = memory
         self.trace = trace
-        self._step = DecodeStep(decoder, memory, lora_backend, trace)
+        side = SideBranch(memory.device)
+        self._step = DecodeStep(decoder, memory, lora_backend, side, trace)
         readback = ReadbackRing(memory.workspace.logits.shape[0], memory.device)
         self._readback = readback
-        self.prefill = Prefill(decoder, memory, lora_backend, readback, trace)
+        self.prefill = Prefill(decoder, memory, lora_backend, side, readback, trace)
         self._admission = RequestAdmission(memory.tables, memory.device)
         self._staged: tuple[int, ...] = ()
         self._capture(graphs, ladder, debug)

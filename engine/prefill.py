@@ -13,6 +13,7 @@ from engine.decoder import Decoder, StepTokens
 from engine.lora_delta import LoRABackend
 from engine.request import Sequence
 from engine.scheduler import PrefillChunk
+from engine.side_branch import SideBranch
 from engine.trace import Trace
 from kernels.logprobs import logprobs
 from memory.manager import MemoryManager
@@ -29,11 +30,12 @@ class Prefill:
         decoder: Decoder,
         memory: MemoryManager,
         lora_backend: LoRABackend,
+        side: SideBranch,
         readback: ReadbackRing,
         trace: Trace,
     ) -> None:
         self._decoder, self._memory, self._lora_backend = decoder, memory, lora_backend
-        self._readback = readback
+        self._side, self._readback = side, readback
         self._trace = trace
         self.chunks_run = 0
 
@@ -90,7 +92,12 @@ class Prefill:
     def _forward(self, buffers: PrefillBuffers, max_q_len: int) -> None:
         memory = self._memory
         lora = lora_delta(
-            memory, self._lora_backend, buffers.lora, buffers.adapter_enabled, buffers.workspace
+            memory,
+            self._lora_backend,
+            self._side,
+            buffers.lora,
+            buffers.adapter_enabled,
+            buffers.workspace,
         )
         attention = ExtendAttention(
             memory.tables.block_tables,

@@ -7,7 +7,7 @@ zeros, and hold in the graph as well as in prefill.
 
 import pytest
 
-from engine.expert_delta import ExpertDelta
+from engine.expert_delta import DOWN, GATE_UP, ExpertDelta
 from kernels.activation import gated_activation
 from kernels.moe_combine import moe_combine
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
@@ -21,35 +21,32 @@ ADAPTERS = {
 NAMES = [*ADAPTERS, None]
 
 
-def add_gate_up_to(delta, hidden, y):
+def add_gate_up_to(delta, y):
     """`y` [P, 2 I] += the deltas of gate and up, with nothing non-linear."""
-    tables, experts = delta._tables(slice(0, 2)), delta.lora.tables.experts
-    outer = [table[delta.index, :2] for table in (experts.outer_ptrs, experts.outer_ranks)]
+    delta.lora.side.join()
     delta._align()
-    shrunk = delta._shrunk(2, 1)
-    delta._shrink_grouped(hidden, tables, *outer, delta.top_k, shrunk)
-    delta._expand_grouped(shrunk, tables, outer[1], y)
+    outer_ranks = delta.lora.tables.experts.outer_ranks[delta.index, GATE_UP]
+    delta._expand_grouped(delta._shrunk(GATE_UP), delta._tables(GATE_UP), outer_ranks, y)
 
 
 def add_down_to(delta, y):
     """`y` [P, H] += the delta of down."""
-    tables, shrunk = delta._tables(slice(2, 3)), delta._shrunk(1, 1)
+    delta.lora.side.join()
     delta._align()
-    delta._shrink_grouped(delta.moe.activated, tables, None, None, 1, shrunk)
-    delta._expand_grouped(shrunk, tables, None, y)
+    delta._expand_grouped(delta._shrunk(DOWN), delta._tables(DOWN), None, y)
 
 
-def gate_up_before_the_activation(delta, hidden, kind):
+def gate_up_before_the_activation(delta, kind):
     moe = delta.moe
-    add_gate_up_to(delta, hidden, moe.gate_up)
+    add_gate_up_to(delta, moe.gate_up)
     gated_activation(moe.gate_up, kind, moe.activated)
 
 
-def gate_up_after_the_activation(delta, hidden, kind):
+def gate_up_after_the_activation(delta, kind):
     moe = delta.moe
     gated_activation(moe.gate_up, kind, moe.activated)
     moe.gate_up.zero_()
-    add_gate_up_to(delta, hidden, moe.gate_up)
+    add_gate_up_to(delta, moe.gate_up)
     for part in moe.gate_up.chunk(2, dim=1):
         moe.activated.add_(part)
 

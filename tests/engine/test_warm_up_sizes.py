@@ -15,6 +15,7 @@ import triton
 import engine.expert_delta
 import engine.mixture
 from engine.decode_step import lora_delta
+from engine.side_branch import SideBranch
 from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
 from tests.engine.backends import TestedBackend as Backend
@@ -70,10 +71,10 @@ class Launches:
         self.variants = set()
 
     def of(self, tokens):
-        memory = self.served.memory
+        memory, side = self.served.memory, SideBranch(torch.device("cpu"))
         buffers = memory.prefill_buffers(tokens, 1, 1, 1)
         ws, moe = buffers.workspace, buffers.workspace.moe
-        lora = lora_delta(memory, "sgemm", buffers.lora, buffers.adapter_enabled, ws)
+        lora = lora_delta(memory, "sgemm", side, buffers.lora, buffers.adapter_enabled, ws)
         moe = replace(moe, activated=moe.activated.as_subclass(OnGPU))
         ws = replace(ws, hidden=ws.hidden.as_subclass(OnGPU), moe=moe)
         decoder = self.served.runner._step._decoder
