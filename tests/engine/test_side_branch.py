@@ -1,4 +1,4 @@
-"""The side branch: a fork sees what came before it, and nothing reads its results before the join."""
+"""The side branch: a fork sees what came before it, a join all that the branch wrote."""
 
 import pytest
 import torch
