@@ -72,7 +72,9 @@ def _stored_tensors(folder: Path) -> Iterator[AdapterTensor]:
         yield from _sharded_tensors(index)
     else:
         found = (
-            f"only {PICKLE_NAME}, a pickle," if (folder / PICKLE_NAME).exists() else "no weights"
+            f"only {PICKLE_NAME}, a pickle, which is never opened"
+            if (folder / PICKLE_NAME).exists()
+            else "no weights"
         )
         raise AdapterError(f"{folder} holds {found}; accepted: {WEIGHTS_NAME} or {INDEX_NAME}")
 

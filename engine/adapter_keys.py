@@ -53,11 +53,12 @@ _ACCEPTED = (
 _REASONS = (
     (r"lora_magnitude_vector", "DoRA is not served"),
     (r"lora_embedding_[AB]|embed_tokens", "LoRA on embeddings is not served"),
+    (r"^(?!.*lora_).*lm_head", "a whole LM head (save_embedding_layers) is not served"),
     (r"lm_head", "LoRA on the LM head is not served"),
     (r"\.(qkv_proj|gate_up_proj)\.", "fused projections are not served; split them by slice"),
     (r"\.bias$", "biases are not served"),
     (r"layers\.[0-9]{10}", "no model has so many layers"),
-    (r"^(?!.*lora_)", "whole weights are not served"),
+    (r"^(?!.*lora_)", "whole weights (modules_to_save) are not served"),
 )
 
 

@@ -249,6 +249,8 @@ class ModuleReader:
         ((rank, scaling),) = readings
         if rank > self.max_lora_rank:
             accepted = f"at most max_lora_rank = {self.max_lora_rank}"
+            if any(name.endswith("gate_up_proj") for name in names):
+                accepted += " (PEFT doubles a rank where it fuses gate and up)"
             raise pair.a.refusal(f"has rank {rank}", accepted)
         return rank, scaling
 

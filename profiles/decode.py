@@ -27,11 +27,13 @@ import torch
 
 from engine import Engine, SamplingParams
 from engine.checkpoint import Checkpoint
+from engine.errors import EngineError
+from profiles.arguments import integers, names
 from profiles.bandwidth import read_bandwidth
 from profiles.expert_hits import ExpertHits, count_expert_hits
 from profiles.random_adapters import save_random_adapter
 from profiles.result_file import RESULTS, provenance, write_result
-from profiles.shapes import SHAPES, open_shape
+from profiles.shapes import ORIGINS, SHAPES, open_shape
 from profiles.step_bytes import step_bytes
 
 PROMPT_TOKENS, SHORT, LONG = 128, 32, 288
@@ -42,7 +44,13 @@ DISTINCT = {"off": 0, "none": 0, "one": 1, "mix8": 8}
 
 
 def main() -> None:
-    options = _parse()
+    try:
+        _run(_parse())
+    except EngineError as error:  # D8 and M16 need a GPU's memory
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+
+
+def _run(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bandwidth = read_bandwidth(device) if device.type == "cuda" else None
     if bandwidth:
@@ -143,7 +151,7 @@ def _measure(
                 print(
                     f"{name:<8} {case:<5} {batch:>5} {row['ms_per_step']:>8.3f} "
                     f"{row['ms_per_replay']:>8.3f} {row['gigabytes']:>7.2f} "
-                    f"{row.get('limit_ms', 0):>9.3f} {row.get('ratio', 0):>6.2f}",
+                    f"{row.get('limit_ms', '-'):>9} {row.get('ratio', '-'):>6}",
                     flush=True,
                 )
                 yield row
@@ -212,16 +220,19 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
-    parser.add_argument("--model", type=names, default=["D8"], help=", ".join(SHAPES))
-    parser.add_argument("--batch", type=lambda t: [int(n) for n in names(t)], default=[8])
+    shapes = "; ".join(f"{name}: {origin}" for name, origin in ORIGINS.items())
+    parser.add_argument("--model", type=names, default=["D8"], help=f"D8 by default. {shapes}")
     parser.add_argument(
-        "--adapters", type=names, default=["none", "mix8"], help=", ".join(DISTINCT)
+        "--batch", type=integers, default=[8], help="batch sizes, each with a graph; 8 by default"
     )
-    parser.add_argument("--graphs", default="auto")
-    parser.add_argument("--lora-backend", default="auto")
+    parser.add_argument(
+        "--adapters",
+        type=names,
+        default=["none", "mix8"],
+        help=f"of {', '.join(DISTINCT)}; none,mix8 by default",
+    )
+    parser.add_argument("--graphs", default="auto", help="as Engine takes it")
+    parser.add_argument("--lora-backend", default="auto", help="as Engine takes it")
     parser.add_argument("--commit", help="the commit measured, where git cannot say")
     parser.add_argument("--output", help="file name under profiles/results/")
     options = parser.parse_args()

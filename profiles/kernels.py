@@ -28,6 +28,7 @@ from kernels.moe_lora_down import moe_lora_down
 from kernels.moe_lora_gate_up import moe_lora_gate_up
 from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_split_k
 from kernels.moe_route import moe_route
+from profiles.arguments import integers
 from profiles.bandwidth import read_bandwidth
 from profiles.launch_time import launch_us
 from profiles.moe_adapters import ExpertAdapters
@@ -49,6 +50,8 @@ class Timed:
 
 def main() -> None:
     options = _parse()
+    if options.sweep and not torch.cuda.is_available():
+        raise SystemExit("--sweep needs a GPU")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layer = MoeLayer.random(options.shape, device)
     if options.sweep:
@@ -303,14 +306,13 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def integers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",")]
-
     def shape(text: str) -> MoeShape:
         return MoeShape(*integers(text))
 
     parser.add_argument("family", choices=["moe"])
-    parser.add_argument("--rows", type=integers, default=[1, 8, 32, 128])
+    parser.add_argument(
+        "--rows", type=integers, default=[1, 8, 32, 128], help="of a step; 1,8,32,128 by default"
+    )
     parser.add_argument(
         "--shape",
         type=shape,

@@ -21,7 +21,7 @@ def _shape(family: str, **config: int | float | bool) -> Architecture:
     return Architecture.from_config({**shared, **config})
 
 
-D8 = _shape(  # Llama-3.1-8B
+D8 = _shape(
     "Llama",
     vocab_size=128256,
     hidden_size=4096,
@@ -33,7 +33,7 @@ D8 = _shape(  # Llama-3.1-8B
     rope_theta=500_000.0,
     tie_word_embeddings=False,
 )
-M16 = _shape(  # Qwen3-30B-A3B, 16 of its 48 layers
+M16 = _shape(
     "Qwen3Moe",
     vocab_size=151936,
     hidden_size=2048,
@@ -49,7 +49,7 @@ M16 = _shape(  # Qwen3-30B-A3B, 16 of its 48 layers
     rope_theta=1_000_000.0,
     tie_word_embeddings=False,
 )
-SMOLLM2 = _shape(  # SmolLM2-135M
+SMOLLM2 = _shape(
     "Llama",
     vocab_size=49152,
     hidden_size=576,
@@ -61,6 +61,11 @@ SMOLLM2 = _shape(  # SmolLM2-135M
     rope_theta=100_000.0,
     tie_word_embeddings=True,
 )
+ORIGINS = {
+    "D8": "Llama-3.1-8B",
+    "M16": "Qwen3-30B-A3B, 16 of its 48 layers",
+    "SmolLM2": "SmolLM2-135M",
+}
 SHAPES = {"D8": D8, "M16": M16, "SmolLM2": SMOLLM2}
 
 
