@@ -38,10 +38,10 @@ _PROJECTIONS = {
     "gate_up_proj": _GATE_UP,
 }
 _KEY = re.compile(
-    r"(?P<containers>(?:(?:base_model|model|language_model)\.)*)layers\.(?P<layer>[0-9]{1,9})\."
+    r"(?P<containers>(?:(?:base_model|model|language_model)\.)*)layers\.(?P<layer>0|[1-9][0-9]{0,8})\."
     rf"(?:(?P<block>{'|'.join(map(re.escape, _BLOCKS))})"
     r"|(?P<experts>(?:mlp|block_sparse_moe)\.experts)"
-    rf"(?:(?:\.(?P<expert>[0-9]{{1,9}}))?\.(?P<projection>{'|'.join(_PROJECTIONS)})"
+    rf"(?:(?:\.(?P<expert>0|[1-9][0-9]{{0,8}}))?\.(?P<projection>{'|'.join(_PROJECTIONS)})"
     r"|(?P<inner>\.base_layer)?))"
     r"\.lora_(?P<factor>[AB])(?:\.(?P<adapter>[^.]+))?\.weight"
 )

@@ -73,6 +73,7 @@ class ModuleReader:
                 raise second.refusal(f"and {first.key!r} both hold {name}", "one of each")
         modules = tuple(module for module, _ in bound)
         self._check_parameters(pairs, {module.target for module in modules})
+        self._check_fused_layers(pairs, {(module.layer, module.target) for module in modules})
         return modules
 
     def _check_place(self, key: AdapterKey, stored: AdapterTensor) -> None:
@@ -103,6 +104,22 @@ class ModuleReader:
                     f"{self.config.file}: target_parameters names {shown(parameter)}, of which the "
                     "files hold no factors; accepted: parameters whose factors are there"
                 )
+
+    def _check_fused_layers(self, pairs: Sequence[_Pair], bound: set[tuple[int, Target]]) -> None:
+        """Refuse files of fused experts that lack a layer's: PEFT writes all that it targets."""
+        fused = next((pair for pair in pairs if pair.key.form is Form.FUSED), None)
+        for layer in range(self.architecture.num_layers if fused else 0):
+            assert fused is not None
+            own, other = f"layers.{fused.key.layer}.", f"layers.{layer}."
+            for name, targets in PROJECTIONS.items():
+                paths = [f"{path.replace(own, other)}.{name}" for path in fused.key.paths]
+                is_targeted = any(self.config.parameters_naming(path) for path in paths)
+                exists = self.architecture.has_target(targets[0], layer)
+                if is_targeted and exists and (layer, targets[0]) not in bound:
+                    raise AdapterError(
+                        f"{fused.a.file}: holds no factors of {paths[0]}, which target_parameters "
+                        "names; accepted: those of every layer that it names"
+                    )
 
     def _modules(self, pair: _Pair, swapped: bool) -> Iterator[LoRAModule]:
         match pair.key.form:

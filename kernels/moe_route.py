@@ -340,7 +340,9 @@ def moe_route_torch(
             if rank and len(rows):
                 a = weight_view(arena, int(a_ptrs[slot]), rank, x.shape[1])
                 b = weight_view(arena, int(b_ptrs[slot]), weight.shape[0], rank)
-                logits[rows] += scalings[slot] * (x[rows].float() @ a.t() @ b.t())
+                # Of all rows: a product's bits may depend on how many rows it has.
+                delta = scalings[slot] * (x.float() @ a.t() @ b.t())
+                logits[rows] += delta[rows]
     weights, ids = top_k_torch(logits, topk_ids.shape[1], renormalize)
     if row_mask is not None:
         masked = (row_mask == 0)[:, None]

@@ -10,6 +10,8 @@ import torch
 from memory.lora_targets import EXPERT_TARGETS, NUM_LINEAR_TARGETS
 from memory.staging import StagingRing
 
+RING_INTS = 2**24  # pinned int32 for columns on their way, 64 MiB
+
 
 @dataclass(frozen=True)
 class SlotEntries:
@@ -122,14 +124,15 @@ class AdapterTables:
             experts=experts,
             staged=torch.zeros(column, dtype=torch.int32, device=device),
             # One step's admissions may fill every slot while the step before is under way.
-            staging=StagingRing(column, device, depth=max(2, max_loras)),
+            staging=StagingRing(column, device, depth=max(2, min(max_loras, RING_INTS // column))),
         )
 
     def write_slot(self, slot: int, entries: SlotEntries | None) -> None:
         """Make column `slot` hold exactly `entries`; what it held before is gone.
 
-        In the order of the current stream. The host waits only where `max_loras` columns were
-        staged before and the first of them is still to be copied; an empty column stages nothing.
+        In the order of the current stream. The host waits only where as many columns as the ring
+        holds were staged before and the first of them is still to be copied; an empty column
+        stages nothing.
         """
         if entries is None:
             for table in self.tensors().values():

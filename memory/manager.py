@@ -89,6 +89,7 @@ class MemoryManager:
         self._packed = torch.zeros(packed, dtype=torch.int32, device=device)
         self.staging = StagingRing(packed, device)
         tables = self.tables.tensors() | self.adapters.tables.tensors()
+        tables["staged"] = self.adapters.tables.staged
         self.budget.record("tables", _bytes(tables))
         self.budget.record("workspace", self.workspace.bytes)
         self.budget.record("adapters", self.adapters.capacity_bytes)
@@ -209,10 +210,11 @@ class MemoryManager:
         workspace = workspace_bytes(self.dims, self._sizes, self.dtype)
         budget.plan("weights", weight_bytes, "dtype, or memory_fraction")
         num_experts = self.dims.moe.num_experts if self.dims.moe else 0
-        adapter_tables = 4 * column_ints(self.dims.num_layers, num_experts) * config.max_loras
+        column_bytes = 4 * column_ints(self.dims.num_layers, num_experts)
+        adapter_tables = column_bytes * (config.max_loras + 1)  # and one that is being written
         tables = _bytes(meta.tensors()) + adapter_tables
         budget.plan("tables", tables, "max_batch_size or max_loras")
-        budget.plan("workspace", workspace, "prefill_chunk_tokens or max_batch_size")
+        budget.plan("workspace", workspace, "prefill_chunk_tokens, max_batch_size or max_loras")
         graph_bytes = config.num_graphs * GRAPH_BYTES_EACH if self.device.type == "cuda" else 0
         budget.plan("graphs", graph_bytes, "graph_batch_sizes")
         adapters = self._plan_adapter_bytes(budget.left_bytes)

@@ -196,3 +196,31 @@ def test_refusals_of_fused_experts(tmp_path, tensors, config, message):
     with pytest.raises(AdapterError, match=message) as refusal:
         read(write(tmp_path, tensors, **{"target_parameters": BOTH, **config}))
     assert "accepted" in str(refusal.value)
+
+
+class TwoSparseLayers(TinyMixture):
+    """Experts in both layers."""
+
+    def has_target(self, target, layer):
+        return super().has_target(target, 0)
+
+
+def in_layer(tensors, layer):
+    return {key.replace("layers.0", f"layers.{layer}"): value for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize("second", [("gate_up_proj",), ("down_proj",), ()])
+def test_a_layer_without_its_targeted_parameters_is_refused(tmp_path, second):
+    """PEFT writes a targeted parameter in every layer that has it: such a file was cut."""
+    whole = fused_tensors()
+    assert len(whole) == 4
+    rest = in_layer(fused_tensors(second), 1) if second else {}
+    path = write(tmp_path, whole | rest, target_parameters=BOTH)
+    with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.experts\.\w+.*every layer"):
+        read(path, TwoSparseLayers())
+
+
+def test_layers_named_one_by_one_are_those_that_must_be_there(tmp_path):
+    only = [f"layers.0.{name}" for name in BOTH]
+    modules = read(write(tmp_path, fused_tensors(), target_parameters=only), TwoSparseLayers())
+    assert {module.layer for module in modules.modules} == {0}

@@ -369,3 +369,16 @@ def test_compiles_for_every_target(num_experts, in_features, num_rows, dtype):
     if num_rows == 8:
         route(launcher, case, x, weight)
     assert launched == (2 if num_rows == 8 else 1)
+
+
+@pytest.mark.parametrize("ops", BOTH)
+def test_rows_do_not_see_who_shares_their_adapter(kernel_device, ops):
+    """A product's bits may depend on its number of rows, which must not be that of an adapter."""
+    device = kernel_device if ops == "triton" else torch.device("cpu")
+    found = set()
+    for rows in ([0] * 8, [0] + [1] * 7, [0, 0, 0, 1, 1, 1, 1, -1]):
+        case = Case(60, 4, 192, rows, [7, 7], False, torch.float32)
+        x, weight = activations(Case(60, 4, 192, [0] * 8, [7, 7], False, torch.float32), device)
+        weights, ids = route(OPS[ops], case, x, weight, packed(case))
+        found.add((tuple(weights[0].tolist()), tuple(ids[0].tolist())))
+    assert len(found) == 1
