@@ -1,11 +1,21 @@
 """Lists on a benchmark's command line."""
 
 import argparse
+from collections.abc import Callable, Iterable
 
 
-def names(text: str) -> list[str]:
-    """ "a,b" as ["a", "b"]."""
-    return text.split(",")
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """ "a,b" as ["a", "b"], each of which is known; argparse says which is not."""
+    accepted = tuple(known)
+
+    def parse(text: str) -> list[str]:
+        given = text.split(",")
+        for name in given:
+            if name not in accepted:
+                raise argparse.ArgumentTypeError(f"{name!r}: known are {', '.join(accepted)}")
+        return given
+
+    return parse
 
 
 def integers(text: str) -> list[int]:
@@ -17,3 +27,11 @@ def integers(text: str) -> list[int]:
     if not values or min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: whole numbers from 1, separated by commas")
     return values
+
+
+def positive(text: str) -> int:
+    """One whole number from 1."""
+    values = integers(text)
+    if len(values) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: one whole number from 1")
+    return values[0]

@@ -8,16 +8,13 @@ read bandwidth that this card was just measured to have.
 
 A request is 128 random tokens of prompt, greedy, end tokens ignored. A step's time is
 (time of 288 tokens - time of 32) / 256, the median of three, through `Engine.generate`, so host
-work counts; "replay" is the same step's graph replayed alone, back to back. Adapters of rank 16
-sit on every linear layer, of a mixture on every expert too (not on the router): `none` uses none,
-with LoRA enabled; `one` the same for all rows; `mix8` eight of them round robin; `off` is an
-engine without adapter slots.
+work counts; "replay" is the same step's graph replayed alone, back to back. `--adapters` are the
+cases of `profiles/shape_engine.py`.
 """
 
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,17 +27,16 @@ from engine.checkpoint import Checkpoint
 from engine.errors import EngineError
 from profiles.arguments import integers, names
 from profiles.bandwidth import read_bandwidth
-from profiles.expert_hits import ExpertHits, count_expert_hits
-from profiles.random_adapters import save_random_adapter
+from profiles.expert_hits import count_expert_hits
 from profiles.result_file import RESULTS, provenance, write_result
+from profiles.running_batch import PROMPT_TOKENS, RunningBatch, random_prompts
+from profiles.shape_engine import DISTINCT, RANK, adapter_names, random_adapters, shape_engine
 from profiles.shapes import ORIGINS, SHAPES, open_shape
 from profiles.step_bytes import step_bytes
 
-PROMPT_TOKENS, SHORT, LONG = 128, 32, 288
+SHORT, LONG = 32, 288
 MEAN_CONTEXT = PROMPT_TOKENS + (SHORT + LONG) // 2
-RANK = 16
 REPEATS = 3
-DISTINCT = {"off": 0, "none": 0, "one": 1, "mix8": 8}
 
 
 def main() -> None:
@@ -69,15 +65,7 @@ def _run(options: argparse.Namespace) -> None:
     )
     for name in options.model:
         checkpoint = open_shape(name)
-        with tempfile.TemporaryDirectory() as directory:
-            paths = {}
-            if any(DISTINCT[case] for case in options.adapters):
-                paths = {
-                    f"adapter{index}": save_random_adapter(
-                        checkpoint.architecture, Path(directory, str(index)), RANK, index, device
-                    )
-                    for index in range(8)
-                }
+        with random_adapters(checkpoint, options.adapters, device) as paths:
             for lora in (True, False):
                 cases = [case for case in options.adapters if (case != "off") == lora]
                 used = paths if lora else {}
@@ -98,21 +86,15 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     if not cases:
         return
-    largest = max(options.batch)
-    tokens = PROMPT_TOKENS + LONG
     start = time.perf_counter()
-    with Engine(
+    with shape_engine(
         checkpoint,
-        adapters=paths,
+        paths,
+        options.batch,
+        PROMPT_TOKENS + LONG,
+        lora=bool(paths) or "none" in cases,
         graphs=options.graphs,
-        graph_batch_sizes=options.batch,
-        max_batch_size=largest,
-        max_seq_len=tokens,
-        max_loras=8 if paths or "none" in cases else 0,
-        max_lora_rank=RANK,
-        kv_cache_tokens=largest * (tokens + 16),
         lora_backend=options.lora_backend,
-        tokenizer=None,
     ) as engine:
         print(
             f"  ready after {time.perf_counter() - start:.1f} s, of which capture "
@@ -120,12 +102,11 @@ def _measure(
         )
         for case in cases:
             for batch in options.batch:
-                names = [
-                    f"adapter{row % DISTINCT[case]}" if DISTINCT[case] else None
-                    for row in range(batch)
-                ]
+                names = adapter_names(case, batch)
                 step_ms = _step_ms(engine, batch, names)
-                replay_ms, hits = _replay_ms(engine, batch, names)
+                with RunningBatch(engine, names, LONG) as running:
+                    replay_ms = running.replay_ms()
+                    hits = count_expert_hits(running.step_eagerly)
                 moved = step_bytes(
                     checkpoint.architecture,
                     engine.dtype.itemsize,
@@ -157,14 +138,8 @@ def _measure(
                 yield row
 
 
-def _prompts(engine: Engine, batch: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(batch)
-    shape = (batch, PROMPT_TOKENS)
-    return torch.randint(0, engine.architecture.vocab_size, shape, generator=generator).tolist()
-
-
 def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
-    prompts = _prompts(engine, batch)
+    prompts = random_prompts(engine, batch)
 
     def seconds(tokens: int) -> float:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -177,42 +152,6 @@ def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
     return statistics.median(differences) / (LONG - SHORT) * 1e3
 
 
-def _replay_ms(
-    engine: Engine, batch: int, names: list[str | None], repeats: int = 50
-) -> tuple[float, ExpertHits]:
-    """The graph of a batch under way, replayed back to back without the engine's host work; and
-    the experts that one more step of that batch chose.
-
-    The replays draw tokens that nobody reads; the requests are aborted afterwards.
-    """
-    params = SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True)
-    prompts = _prompts(engine, batch)
-    requests = [
-        engine.add_request(prompt, params, name)
-        for prompt, name in zip(prompts, names, strict=True)
-    ]
-    for _ in range(batch * PROMPT_TOKENS // engine.config.prefill_chunk_tokens + 8):
-        engine.step()
-    graphs = engine.runner.graphs
-    _synchronize(engine)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        graphs.run(batch, lambda buffers: None)
-    _synchronize(engine)
-    seconds = time.perf_counter() - start
-    hits = count_expert_hits(lambda: engine.runner.step_eagerly(batch))
-    for request in requests:
-        engine.abort(request)
-    while engine.has_unfinished():
-        engine.step()
-    return seconds / repeats * 1e3, hits
-
-
-def _synchronize(engine: Engine) -> None:
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m profiles.decode",
@@ -221,13 +160,15 @@ def _parse() -> argparse.Namespace:
     )
 
     shapes = "; ".join(f"{name}: {origin}" for name, origin in ORIGINS.items())
-    parser.add_argument("--model", type=names, default=["D8"], help=f"D8 by default. {shapes}")
+    parser.add_argument(
+        "--model", type=names(SHAPES), default=["D8"], help=f"D8 by default. {shapes}"
+    )
     parser.add_argument(
         "--batch", type=integers, default=[8], help="batch sizes, each with a graph; 8 by default"
     )
     parser.add_argument(
         "--adapters",
-        type=names,
+        type=names(DISTINCT),
         default=["none", "mix8"],
         help=f"of {', '.join(DISTINCT)}; none,mix8 by default",
     )
@@ -235,14 +176,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--lora-backend", default="auto", help="as Engine takes it")
     parser.add_argument("--commit", help="the commit measured, where git cannot say")
     parser.add_argument("--output", help="file name under profiles/results/")
-    options = parser.parse_args()
-    unknown = [case for case in options.adapters if case not in DISTINCT]
-    if unknown:
-        parser.error(f"--adapters {unknown[0]}: known are {', '.join(DISTINCT)}")
-    unknown = [name for name in options.model if name not in SHAPES]
-    if unknown:
-        parser.error(f"--model {unknown[0]}: known are {', '.join(SHAPES)}")
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
