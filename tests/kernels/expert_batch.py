@@ -106,7 +106,8 @@ def activations(case: Case) -> dict[str, torch.Tensor]:
         ("shared_gate", num_tokens, 1),
     ):
         buffer = torch.full((rows, width + 8), NAN, dtype=case.dtype)
-        buffer[:, :width] = torch.randn(rows, width, generator=generator)
+        spread = (64 / max(64, width)) ** 0.5  # float16 holds what comes of wide sums
+        buffer[:, :width] = torch.randn(rows, width, generator=generator) * spread
         if name in ("activated", "down"):  # what experts leave unwritten
             buffer[list(case.skipped)] = NAN
         found[name] = buffer
