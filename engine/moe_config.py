@@ -2,9 +2,9 @@
 
 from engine.config_reader import ConfigReader
 from engine.model_family import MoEFamily
+from kernels.moe_top_k import MAX_EXPERTS
 from memory.model_dims import MoEDims
 
-MAX_EXPERTS = 256  # what the kernels hold at once
 MAX_TOP_K = 10
 
 

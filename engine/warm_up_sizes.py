@@ -7,10 +7,10 @@ at the numbers below, which are the kernels' own, or are an octave wide.
 
 from engine.expert_delta import MAX_PAIRWISE
 from kernels.lora_segments import ROW_REGIMES
+from kernels.moe_gemm_config import PAIRS_AN_EXPERT
 from memory.model_dims import MoEDims
 
 FEW_PAIRS = 128  # up to here kernels differ by how they split sums, in ranges of any width
-PAIRS_AN_EXPERT = (16, 128)  # on average, where blocks of pairs become larger
 
 
 def prefill_sizes(moe: MoEDims | None, most: int) -> list[int]:

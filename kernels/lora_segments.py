@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.op import FLOATS
+
 ROW_REGIMES = (4, 16, 64, 128, 512)
 """Launches share compiled variants up to each of these token counts; above, there is one more."""
 
@@ -101,8 +103,7 @@ def check_segments(
     assert 1 <= stack <= 3, f"{stack} slices, not in 1..3"
     assert 1 <= max_rank <= 256, f"max_rank {max_rank}, not in 1..256"
     for name, tensor in (("activations", rows), ("arena", arena)):
-        accepted = (torch.float32, torch.float16, torch.bfloat16)
-        assert tensor.dtype in accepted, f"{name} are {tensor.dtype}, not one of {accepted}"
+        assert tensor.dtype in FLOATS, f"{name} are {tensor.dtype}, not one of {FLOATS}"
     for name, tensor, dtype, shape in (
         ("pointers", pointers, torch.int64, (stack, max_loras)),
         ("lora_ranks", lora_ranks, torch.int32, (stack, max_loras)),

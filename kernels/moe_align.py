@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.moe_top_k import MAX_EXPERTS
 from kernels.op import define_op
-
-MAX_EXPERTS = 256
 
 
 def max_m_blocks(num_pairs: int, num_experts: int, block_size_m: int) -> int:

@@ -25,7 +25,7 @@ from kernels.moe_gemm_config import (
     moe_block_size_m,
     moe_gemm_config,
 )
-from kernels.op import define_op
+from kernels.op import FLOATS, define_op
 
 __all__ = ["launch_moe_gemm", "moe_block_size_m", "moe_gemm", "moe_gemm_torch", "moe_gemm_triton"]
 
@@ -162,8 +162,7 @@ def _check(
     assert pairs_per_row >= 1 and num_pairs % pairs_per_row == 0, (  # noqa: PT018
         f"{num_pairs} pairs, {pairs_per_row} a row"
     )
-    accepted = (torch.float32, torch.float16, torch.bfloat16)
-    assert x.dtype in accepted, f"x is {x.dtype}, not one of {accepted}"
+    assert x.dtype in FLOATS, f"x is {x.dtype}, not one of {FLOATS}"
     for name, tensor, shape in (
         ("x", x, (num_pairs // pairs_per_row, in_features)),
         ("out", out, (num_pairs, out_features)),

@@ -31,6 +31,7 @@ class MoeGemmConfig:
 
 
 BLOCK_SIZES_M = (16, 64, 128)
+PAIRS_AN_EXPERT = (16, 128)  # on average, up to which blocks have the first two of those sizes
 
 # Swept on an H200, `python -m profiles.kernels moe --sweep`.
 _UNSORTED = MoeGemmConfig(4, 1024, 4, 1)
@@ -53,7 +54,10 @@ def moe_block_size_m(num_pairs: int, num_experts: int) -> int:
     often, smaller ones waste fewer rows.
     """
     mean = num_pairs / num_experts
-    return 16 if mean <= 16 else 64 if mean <= 128 else 128
+    return next(
+        (size for size, most in zip(BLOCK_SIZES_M, PAIRS_AN_EXPERT, strict=False) if mean <= most),
+        BLOCK_SIZES_M[-1],
+    )
 
 
 def moe_gemm_config(

@@ -15,6 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.moe_align import max_m_blocks
+from kernels.op import FLOATS
+
 MAX_PROGRAMS = 8192
 """Programs a launch starts at most, about: further blocks are taken in turn."""
 
@@ -72,17 +75,11 @@ def find_group(
     return slot, slot * NUM_EXPERTS + expert, tl.load(sorted_token_ids_lora + entries)
 
 
-def most_blocks(num_pairs: int, max_loras: int, num_experts: int, block_size_m: int) -> int:
-    """Blocks that any `num_pairs` pairs fill at most, over all slots and experts."""
-    groups = min(num_pairs, max_loras * num_experts)
-    return groups + (num_pairs - groups) // block_size_m
-
-
 def block_programs(
     num_pairs: int, max_loras: int, num_experts: int, block_size_m: int, programs_a_block: int
 ) -> int:
     """The grid's length along the blocks."""
-    blocks = most_blocks(num_pairs, max_loras, num_experts, block_size_m)
+    blocks = max_m_blocks(num_pairs, max_loras * num_experts, block_size_m)
     return min(blocks, max(1, MAX_PROGRAMS // programs_a_block))
 
 
@@ -119,8 +116,7 @@ def check_groups(
     assert top_k >= 1, f"top_k {top_k}, not 1 or more"
     assert num_pairs % top_k == 0, f"{num_pairs} pairs are not rows of {top_k}"
     for name, tensor in (("activations", rows), ("arena", arena)):
-        accepted = (torch.float32, torch.float16, torch.bfloat16)
-        assert tensor.dtype in accepted, f"{name} are {tensor.dtype}, not one of {accepted}"
+        assert tensor.dtype in FLOATS, f"{name} are {tensor.dtype}, not one of {FLOATS}"
     check_table("pointers", pointers, torch.int64, (stack, max_loras, num_experts))
     check_table("lora_ranks", lora_ranks, torch.int32, pointers.shape)
     if outer_ranks is not None:

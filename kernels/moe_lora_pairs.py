@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.op import FLOATS
+
 PAIR_TABLES = (
     "a_ptrs",
     "b_ptrs",
@@ -84,8 +86,7 @@ def check_pairs(
     assert 1 <= max_rank <= 256, f"max_rank {max_rank}, not in 1..256"
     assert num_tokens >= 1, "no rows"
     assert 1 <= top_k <= num_experts, f"{top_k} experts a row, not in 1..{num_experts}"
-    accepted = (torch.float32, torch.float16, torch.bfloat16)
-    assert arena.dtype in accepted, f"arena is {arena.dtype}, not one of {accepted}"
+    assert arena.dtype in FLOATS, f"arena is {arena.dtype}, not one of {FLOATS}"
     for name, tensor, dtype, shape in (
         ("pointers", pointers, torch.int64, (stack, max_loras, num_experts)),
         ("lora_ranks", lora_ranks, torch.int32, (stack, max_loras, num_experts)),
@@ -114,8 +115,7 @@ def check_pairs(
 
 def check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
     """Activations of that shape, rows contiguous, of a dtype that the kernels serve."""
-    accepted = (torch.float32, torch.float16, torch.bfloat16)
-    assert tensor.dtype in accepted, f"{name} is {tensor.dtype}, not one of {accepted}"
+    assert tensor.dtype in FLOATS, f"{name} is {tensor.dtype}, not one of {FLOATS}"
     assert tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}, not {shape}"
     assert tensor.stride(1) == 1 or shape[1] == 1, f"{name}'s rows are not contiguous"
 

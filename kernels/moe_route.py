@@ -10,10 +10,9 @@ import triton.language as tl
 from kernels.lora_segments import weight_view, weights_at
 from kernels.moe_router_logits import add_product, router_delta
 from kernels.moe_top_k import MAX_EXPERTS, store_top_k, top_k_torch
-from kernels.op import define_op
+from kernels.op import FLOATS, define_op
 
 SPLIT_ROWS = 128  # up to here an expert's logits are a program's of their own
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit

@@ -13,6 +13,9 @@ import torch
 
 P = ParamSpec("P")
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""What activations and weights may be."""
+
 _library = torch.library.Library("encore", "DEF")
 
 

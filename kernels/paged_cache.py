@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.op import FLOATS
+
 
 @triton.jit
 def load_pages(table_ptr, positions, limit, PAGE_SIZE: tl.constexpr):
@@ -39,7 +41,7 @@ def check_cache(
     """What queries, a paged cache, its tables and an output must look like to attention."""
     dtypes = [tensor.dtype for tensor in (q, k_cache, v_cache, out)]
     assert len(set(dtypes)) == 1, f"dtypes of q, k_cache, v_cache and out differ: {dtypes}"
-    assert q.dtype in (torch.float32, torch.float16, torch.bfloat16), f"dtype: {q.dtype}"
+    assert q.dtype in FLOATS, f"dtype: {q.dtype}"
     assert block_tables.dtype == torch.int32, f"block_tables: {block_tables.dtype}, not int32"
     for name, tensor, dims in (
         ("q", q, 2),

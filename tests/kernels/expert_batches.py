@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 
+from kernels.moe_align import max_m_blocks
 from kernels.moe_lora_expand_grouped import (
     moe_lora_expand_grouped_torch,
     moe_lora_expand_grouped_triton,
 )
-from kernels.moe_lora_groups import most_blocks
 from kernels.moe_lora_shrink_grouped import (
     moe_lora_shrink_grouped_torch,
     moe_lora_shrink_grouped_triton,
@@ -131,7 +131,7 @@ def lists_of(
     """Each slot's pairs by expert in blocks; what no block covers names pair 0 and expert 0."""
     block, num_pairs = case.block_size_m, case.num_pairs
     lora_ids = lora_ids or list(range(case.slots))
-    blocks = most_blocks(num_pairs, 1, case.num_experts, block)
+    blocks = max_m_blocks(num_pairs, case.num_experts, block)
     lists = {
         "sorted_token_ids_lora": torch.zeros(case.slots, blocks * block + 3, dtype=torch.int32),
         "expert_ids_lora": torch.zeros(case.slots, blocks + 1, dtype=torch.int32),

@@ -8,7 +8,6 @@ import torch
 
 from kernels import moe_lora_groups
 from kernels.moe_align import moe_lora_align_block_size_torch
-from kernels.moe_lora_groups import most_blocks
 from tests.kernels.cross_compile import compile_launches
 from tests.kernels.expert_batches import (
     NAN,
@@ -247,13 +246,6 @@ def test_lists_are_what_the_alignment_writes(name):
             ("expert_ids_lora", length // case.block_size_m),
         ):
             assert torch.equal(lists[key][owner, :used], expected[key][owner, :used])
-
-
-def test_most_blocks_is_what_the_worst_lists_fill():
-    assert most_blocks(8, 4, 128, 16) == 8
-    assert most_blocks(40, 1, 1, 16) == 3
-    assert most_blocks(40, 1, 2, 16) == 4  # 17 and 23 pairs
-    assert most_blocks(65536, 64, 128, 64) == 8192 + (65536 - 8192) // 64
 
 
 def test_launchers_refuse_what_they_cannot_serve():
