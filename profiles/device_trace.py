@@ -69,9 +69,11 @@ class DeviceTrace:
         )
 
 
-def trace_device(run: Callable[[], None], with_host_ops: bool = False) -> DeviceTrace:
-    """Profile `run`, which waits for the device at its end. Without host ops only CUPTI records,
-    which costs the host the least. Needs CUDA."""
+def trace_device(
+    run: Callable[[], None], with_host_ops: bool = False, keep: Path | None = None
+) -> DeviceTrace:
+    """Profile `run` until the device is done. Without host ops only CUPTI records, which costs
+    the host the least. The trace file stays at `keep`. Needs CUDA."""
     # CUPTI that is torn down and started again has crashed on graphs captured before.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     activities = [ProfilerActivity.CUDA]
@@ -81,7 +83,8 @@ def trace_device(run: Callable[[], None], with_host_ops: bool = False) -> Device
         run()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "trace.json")
+        path = keep or Path(directory, "trace.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(errors="replace"), strict=False)["traceEvents"]
     trace = DeviceTrace.from_events(events)

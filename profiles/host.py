@@ -23,6 +23,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,7 +95,9 @@ def _run(options: argparse.Namespace) -> None:
             )
         with engine:
             for batch in options.batch:
-                row = {"model": name, "batch": batch, **measure(engine, batch, case, options.steps)}
+                keep = options.keep and options.keep / f"{name}-{batch}.json"
+                found = measure(engine, batch, case, options.steps, keep)
+                row = {"model": name, "batch": batch, **found}
                 rows.append(row)
                 print_row(row)
                 if options.output:
@@ -107,8 +110,10 @@ def _tokens(steps: int) -> int:
     return 3 * steps + TRACED_STEPS + 64
 
 
-def measure(engine: Engine, batch: int, case: str, steps: int) -> dict[str, Any]:
-    """All runs of one batch size."""
+def measure(
+    engine: Engine, batch: int, case: str, steps: int, keep: Path | None = None
+) -> dict[str, Any]:
+    """All runs of one batch size; the trace file stays at `keep`."""
     rows = adapter_names(case, batch)
     with RunningBatch(engine, rows, _tokens(steps)) as running:
         # In the middle of the steady run's contexts: attention grows with them.
@@ -121,7 +126,7 @@ def measure(engine: Engine, batch: int, case: str, steps: int) -> dict[str, Any]
         row: dict[str, Any] = {}
         if engine.device.type == "cuda":
             traced = min(steps, TRACED_STEPS)
-            trace = trace_device(lambda: _step(running, traced))
+            trace = trace_device(lambda: _step(running, traced), keep=keep)
             calls = calls_per_step(trace)
             row = {
                 "gpu": idle_between_replays(trace, traced),
@@ -279,6 +284,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=positive, default=256, help="of each run; 256 by default")
     parser.add_argument("--tokenizer", help="as Engine takes it, to detokenize; none by default")
+    parser.add_argument("--keep", type=Path, help="a directory for the profiler's trace files")
     parser.add_argument("--commit", help="the commit measured, where git cannot say")
     parser.add_argument("--output", help="file name under profiles/results/")
     return parser.parse_args()

@@ -12,7 +12,8 @@ The critical path is what the step's end waited for; "gap" is the time between a
 the one before, in which the step stood still. Kernels beside the path cost nothing. The profiler
 itself makes gaps wider: the step's time without it is printed above the sums.
 
-`--picture` needs matplotlib; `--from FILE.json` draws a result that was written elsewhere.
+`--picture` needs matplotlib; `--from FILE.json` draws a result that was written elsewhere. `--keep`
+leaves the trace files, which Perfetto and chrome://tracing show.
 """
 
 import argparse
@@ -92,7 +93,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         )
     with engine, RunningBatch(engine, names, TOKENS) as running:
         replay_ms = running.replay_ms()
-        timeline, spans_us = trace_step(running, bandwidth)
+        timeline, spans_us = trace_step(running, bandwidth, options.keep)
     return {
         "benchmark": "step",
         **provenance(options.commit),
@@ -106,11 +107,20 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def trace_step(running: RunningBatch, bandwidth: float) -> tuple[Timeline, list[float]]:
-    """The replay of median length, and the shortest, the median and the longest in µs."""
+def trace_step(
+    running: RunningBatch, bandwidth: float, keep: Path | None = None
+) -> tuple[Timeline, list[float]]:
+    """The replay of median length, and the shortest, the median and the longest in µs. What they
+    were read from stays in the directory `keep`."""
     ops = log_ops(running.step_eagerly)
+    if keep:
+        write_result(keep / "ops.json", {"ops": [vars(op) for op in ops]})
     marked: list[int] = []
-    eager = trace_device(lambda: marked.append(mark_ops(running.step_eagerly)), with_host_ops=True)
+    eager = trace_device(
+        lambda: marked.append(mark_ops(running.step_eagerly)),
+        with_host_ops=True,
+        keep=keep and keep / "eager.json",
+    )
     if marked != [len(ops)]:
         raise SystemExit(f"two eager runs of one step ran {len(ops)} and {marked[0]} ops")
 
@@ -119,7 +129,8 @@ def trace_step(running: RunningBatch, bandwidth: float) -> tuple[Timeline, list[
             running.replay()
             running.synchronize()  # they stay apart
 
-    replays = replays_of(trace_device(replay).kernels, REPLAYS)
+    trace = trace_device(replay, keep=keep and keep / "replays.json")
+    replays = replays_of(trace.kernels, REPLAYS)
     replays.sort(key=lambda kernels: max(k.end_us for k in kernels) - kernels[0].start_us)
     spans = [max(k.end_us for k in kernels) - kernels[0].start_us for kernels in replays]
     middle = replays[len(replays) // 2]
@@ -221,6 +232,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--lora-backend", default="auto", help="as Engine takes it")
     parser.add_argument("--picture", type=Path, help="a file to draw, PNG or what matplotlib knows")
     parser.add_argument("--from", dest="source", type=Path, help="a result to show and draw")
+    parser.add_argument("--keep", type=Path, help="a directory for the profiler's trace files")
     parser.add_argument("--commit", help="the commit measured, where git cannot say")
     parser.add_argument("--output", help="file name under profiles/results/")
     return parser.parse_args()

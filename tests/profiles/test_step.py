@@ -79,24 +79,29 @@ def test_expert_adapters_in_groups_move_what_pairs_move(monkeypatch):
     assert moved[0] == moved[1]
 
 
-def test_a_step_is_traced_from_end_to_end(monkeypatch):
+def test_a_step_is_traced_from_end_to_end(monkeypatch, tmp_path):
     """All but the profiler itself."""
 
-    def trace_device(run, with_host_ops=False):
+    def trace_device(run, with_host_ops=False, keep=None):
+        kept.append(keep)
         run()
         events = eager_events(ops) if with_host_ops else []
         for number in range(0 if with_host_ops else step.REPLAYS):
             events += replay_events(ops, correlation=number, start=1e4 * number)
         return DeviceTrace.from_events(events)
 
+    kept = []
     monkeypatch.setattr(step, "trace_device", trace_device)
     with tiny_batch() as running:
         ops = log_ops(running.step_eagerly)
         replays = running.engine.stats().replays
-        timeline, spans = step.trace_step(running, BANDWIDTH)
+        timeline, spans = step.trace_step(running, BANDWIDTH, tmp_path)
         assert running.engine.stats().replays == replays + step.REPLAYS
     assert len(timeline.kernels) == sum(len(kernel_names(op)) for op in ops)
     assert spans == [timeline.span_us] * 3
+    assert kept == [tmp_path / "eager.json", tmp_path / "replays.json"]
+    logged = json.loads((tmp_path / "ops.json").read_text())["ops"]
+    assert [LoggedOp(**op) for op in logged] == timeline.ops
 
 
 def test_all_ops_are_counted(ops):
