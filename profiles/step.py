@@ -10,7 +10,7 @@ is possible; a share far below one in a kernel of many megabytes is time to win.
 
 The critical path is what the step's end waited for; "gap" is the time between a kernel on it and
 the one before, in which the step stood still. Kernels beside the path cost nothing. The profiler
-itself makes gaps wider: the step's time without it is printed above the sums.
+itself makes gaps wider: the step's time without it is printed with the sums.
 
 `--picture` needs matplotlib; `--from FILE.json` draws a result that was written elsewhere. `--keep`
 leaves the trace files, which Perfetto and chrome://tracing show.
