@@ -1,8 +1,9 @@
 """Expert LoRA of few rows, second half of down: B a added to each pair, then the weighted sum.
 
 The delta never exists in memory: it is one more term of the sum that `moe_combine` takes anyway.
-A program holds some columns of one row and reads the B of all the row's pairs at once, so that
-the time of a row is that of one pair. `moe_lora_pairs` says where things lie.
+A program holds some columns of one row. With few rows it reads the B of all the row's pairs at
+once, so that the time of a row is that of one pair; with many, one pair's after the other's.
+`moe_lora_pairs` says where things lie.
 """
 
 import torch
@@ -11,92 +12,17 @@ import triton.language as tl
 
 from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_combine import add_pair, add_shared, moe_combine_torch
+from kernels.moe_lora_down_delta import delta_by_pair, delta_of_pairs, delta_of_shared
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
     check_pairs,
     check_rows,
     columns_a_program,
-    load_b,
-    sum_splits,
     walk_pairs,
 )
 from kernels.op import define_op
 
-
-@triton.jit
-def _weighted(
-    shrunk, pairs, ranks, factors, r, split_stride, SPLITS: tl.constexpr, STRIDE: tl.constexpr
-):
-    """[pairs, r] float32: each pair's sum over splits at r, times its factor; 0 beyond its rank."""
-    places = pairs.to(tl.int64)[:, None] * STRIDE + r[None, :]
-    mask = r[None, :] < ranks[:, None]
-    return sum_splits(shrunk, places, mask, split_stride, SPLITS) * factors[:, None]
-
-
-@triton.jit
-def _delta(
-    shrunk,
-    pairs,
-    ranks,
-    factors,
-    split_stride,
-    b,
-    widest,
-    n,
-    inside,
-    SPLITS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """[BLOCK_N] float32: sum over pairs p and rank indices r of B_p[n, r] * weighted[p, r]."""
-    total = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
-    for first_rank in range(0, widest, BLOCK_R):
-        r = first_rank + tl.arange(0, BLOCK_R)
-        s = _weighted(shrunk, pairs, ranks, factors, r, split_stride, SPLITS, STRIDE)
-        # As in `load_b`, for all pairs together: one odd rank among them and none is vectorised.
-        # Columns come first in the tile: a warp then reads long runs of one B.
-        if tl.max(ranks % VECTOR) == 0:
-            strides = (ranks // VECTOR * VECTOR)[None, :, None]
-            places = n[:, None, None] * strides + r[None, None, :]
-            mask = inside[:, None, None] & (r[None, None, :] < strides)
-            block = tl.load(b[None, :, None] + places, mask=mask, other=0.0)
-        else:
-            strides = ranks[None, :, None]
-            places = n[:, None, None] * strides + r[None, None, :]
-            mask = inside[:, None, None] & (r[None, None, :] < strides)
-            block = tl.load(b[None, :, None] + places, mask=mask, other=0.0)
-        total += tl.sum(block.to(tl.float32) * s[None, :, :], axis=2)  # [BLOCK_N, BLOCK_P]
-    return tl.sum(total, axis=1)
-
-
-@triton.jit
-def _shared_delta(
-    shrunk,
-    pairs,
-    ranks,
-    factors,
-    split_stride,
-    b,
-    rank,
-    n,
-    inside,
-    SPLITS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """[BLOCK_N] float32: the same with one B of that rank: first over pairs, then B once."""
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for first_rank in range(0, rank, BLOCK_R):
-        r = first_rank + tl.arange(0, BLOCK_R)
-        s = _weighted(shrunk, pairs, ranks, factors, r, split_stride, SPLITS, STRIDE)
-        b_block = load_b(b, n, r, rank, inside, VECTOR).to(tl.float32)
-        total += tl.sum(b_block * tl.sum(s, axis=0)[None, :], axis=1)
-    return total
+MANY_ROWS = 64  # above, programs fill each other's waits, and registers are what is short
 
 
 @triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=PAIR_TABLES)
@@ -128,6 +54,7 @@ def _moe_lora_down_kernel(
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     VECTOR: tl.constexpr,
+    BY_PAIR: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -166,7 +93,7 @@ def _moe_lora_down_kernel(
     if widest > 0:
         split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
         if outer_rank > 0:
-            total += _shared_delta(
+            total += delta_of_shared(
                 shrunk,
                 pairs,
                 ranks,
@@ -182,8 +109,27 @@ def _moe_lora_down_kernel(
                 BLOCK_N,
                 BLOCK_R,
             )
+        elif BY_PAIR:
+            total += delta_by_pair(
+                shrunk,
+                row * TOP_K,
+                j,
+                ranks,
+                factors,
+                addresses,
+                split_stride,
+                arena,
+                n,
+                inside,
+                SPLITS,
+                SHRUNK_STRIDE,
+                TOP_K,
+                VECTOR,
+                BLOCK_N,
+                BLOCK_R,
+            )
         else:
-            total += _delta(
+            total += delta_of_pairs(
                 shrunk,
                 pairs,
                 ranks,
@@ -302,8 +248,14 @@ def moe_lora_down_triton(
     (num_tokens, hidden), (_, max_loras, num_experts) = out.shape, b_ptrs.shape
     top_k = topk_ids.shape[1]
     block_p = triton.next_power_of_2(top_k)
-    block_r = min(16, max(4, triton.next_power_of_2(max_rank)))
-    block_n = columns_a_program(num_tokens, hidden, 16, max(16, min(128, 512 // block_p)))
+    ranks = max(4, triton.next_power_of_2(max_rank))
+    by_pair = num_tokens > MANY_ROWS
+    if by_pair:
+        block_n = min(256, max(16, triton.next_power_of_2(hidden)))
+        block_r = min(8, ranks)
+    else:
+        block_n = columns_a_program(num_tokens, hidden, 16, max(16, min(128, 512 // block_p)))
+        block_r = min(16, ranks)
     _moe_lora_down_kernel[(num_tokens, triton.cdiv(hidden, block_n))](
         down,
         shrunk,
@@ -332,11 +284,12 @@ def moe_lora_down_triton(
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
         VECTOR=16 // arena.element_size(),
+        BY_PAIR=by_pair,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
         num_warps=4,
-        maxnreg=128,  # for the odd ranks' sake it would take more
+        maxnreg=72 if by_pair else 128,  # for the odd ranks' sake it would take more
     )
 
 

@@ -21,6 +21,8 @@ from kernels.moe_lora_pairs import (
 )
 from kernels.op import define_op
 
+MANY_PAIRS = 512  # above, programs hide each other's waits, and registers are what is short
+
 
 @triton.jit
 def _slice_sum(
@@ -258,9 +260,14 @@ def moe_lora_gate_up_triton(
         out,
     )
     (num_pairs, intermediate), (_, max_loras, num_experts) = out.shape, b_ptrs.shape
-    most = 256 if num_pairs > 512 else 128
-    block_n = columns_a_program(num_pairs, intermediate, 32, most)
+    is_many = num_pairs > MANY_PAIRS
+    block_n = columns_a_program(num_pairs, intermediate, 32, 128)
+    if is_many:
+        block_n = min(256, max(32, triton.next_power_of_2(intermediate)))
     ranks = max(4, triton.next_power_of_2(max_rank))
+    narrow, wide = (8, 8) if is_many else (16, 32)
+    # For the odd ranks' sake it would take more.
+    most_registers = 72 if is_many else None if block_n == 32 else 128
     _moe_lora_gate_up_kernel[(num_pairs, triton.cdiv(intermediate, block_n))](
         gate_up,
         shrunk,
@@ -286,10 +293,10 @@ def moe_lora_gate_up_triton(
         KIND=kind,
         VECTOR=16 // arena.element_size(),
         BLOCK_N=block_n,
-        NARROW=min(16, ranks),
-        WIDE=min(32, ranks),
+        NARROW=min(narrow, ranks),
+        WIDE=min(wide, ranks),
         num_warps=2 if block_n < 128 else 4,
-        maxnreg=None if block_n == 32 else 128,  # for the odd ranks' sake it would take more
+        maxnreg=most_registers,
     )
 
 

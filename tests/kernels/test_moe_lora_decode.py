@@ -25,6 +25,14 @@ CASES = {
     "many_pairs": Case(
         [0] + [-1] * 32, 8, 8, [33, 1], hidden=24, splits=1, skipped=frozenset(range(8, 264))
     ),
+    "many_rows": Case(
+        [row % 4 - 1 for row in range(70)],
+        9,
+        8,
+        [4, 3, 16, 0, 9],
+        disabled=frozenset({1}),
+        splits=1,
+    ),
     "one_base_row": Case([-1], 6, 2, [4], kind="gelu"),
     "one_expert_of_one": Case([0, 1, 2, 0], 1, 1, [5, 0, 16], max_rank=16, splits=3),
     "mixed": Case(
