@@ -68,7 +68,8 @@ def _moe_lora_down_kernel(
     pairs = row * TOP_K + j
     experts = tl.load(topk_ids + pairs, mask=j < TOP_K, other=-1)  # [BLOCK_P]
     enabled = tl.load(adapter_enabled + slot, mask=known, other=0)
-    chosen = known & (experts >= 0) & (experts < NUM_EXPERTS)
+    served = tl.where(known, NUM_EXPERTS, 0)  # newer interpreters mask with tiles of bools alone
+    chosen = (experts >= 0) & (experts < served)
     entries = slot * NUM_EXPERTS + experts
     # All that a program may need of the tables in one wait, not one wait each.
     ranks = tl.load(lora_ranks + entries, mask=chosen, other=0)

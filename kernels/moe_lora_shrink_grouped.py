@@ -159,7 +159,8 @@ def _shrink_grouped_kernel(
             NUM_EXPERTS,
             PAIRS_PER_ROW,
         )
-        live0 = (pairs < num_pairs) & (pairs % step0 == 0) & (first_rank < rank0)
+        # Newer interpreters mask with tiles of bools alone: a scalar enters through a limit.
+        live0 = (pairs < tl.where(first_rank < rank0, num_pairs, 0)) & (pairs % step0 == 0)
         live = live0
         if STACK == 2:
             a1, rank1, step1 = _find_a(
@@ -175,7 +176,7 @@ def _shrink_grouped_kernel(
                 NUM_EXPERTS,
                 PAIRS_PER_ROW,
             )
-            live1 = (pairs < num_pairs) & (pairs % step1 == 0) & (first_rank < rank1)
+            live1 = (pairs < tl.where(first_rank < rank1, num_pairs, 0)) & (pairs % step1 == 0)
             live = live0 | live1
         if tl.max(live.to(tl.int32)) > 0:
             x_rows = x + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * X_STRIDE

@@ -11,7 +11,6 @@ import triton.language as tl
 
 MAX_EXPERTS = 256
 
-_NAN = tl.constexpr(float("nan"))
 _INF = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(-(2**62))  # below every (logit, expert)
 _ONE = tl.constexpr(2.0**40)  # fixed point: terms of the softmax's sum lie in [0, 1]
@@ -43,7 +42,7 @@ def store_top_k(
     terms = tl.where(terms == terms, terms, _NAN_TERM)
     terms = tl.where(exists, terms, 0.0) * _ONE
     total = tl.sum(terms.to(tl.int64), axis=1).to(tl.float32) / _ONE
-    total = tl.where(total >= _NAN_TERM, _NAN, total)
+    total = tl.where(total >= _NAN_TERM, float("nan"), total)
     # One integer for (logit, expert): floats as integers of the same order, then falling ids.
     bits = ordered.to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * 256
