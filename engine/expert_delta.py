@@ -76,7 +76,8 @@ class ExpertDelta:
     def add_gate_up(self, kind: str) -> None:
         """`moe.activated` [P, I] = f(gate + Δgate) · (up + Δup), from `moe.gate_up`."""
         self.lora.side.join()
-        moe, tables, shrunk = self.moe, self._tables(GATE_UP), self._shrunk(GATE_UP)
+        moe, tables = self.moe, self._tables(GATE_UP)
+        shrunk = self._shrunk(GATE_UP, moe.down.shape[1])  # experts read what they write: H wide
         outer_ranks = self._experts.outer_ranks[self.index, GATE_UP]
         if self._is_grouped:
             self._expand_grouped(shrunk, tables, outer_ranks, moe.gate_up)
@@ -110,7 +111,7 @@ class ExpertDelta:
         every token passes; from `moe.down` [P, H]."""
         self.lora.side.join()
         moe, experts = self.moe, self._experts
-        tables, shrunk = self._tables(DOWN), self._shrunk(DOWN)
+        tables, shrunk = self._tables(DOWN), self._shrunk(DOWN, moe.activated.shape[1])
         if self._is_grouped:
             self._expand_grouped(shrunk, tables, None, moe.down)
             moe_combine(moe.down, moe.topk_ids, moe.topk_weights, shared, shared_gate, out)
@@ -144,12 +145,11 @@ class ExpertDelta:
             linear.scalings[index, stacked],
         )
 
-    def _shrunk(self, stacked: slice) -> torch.Tensor:
+    def _shrunk(self, stacked: slice, in_features: int) -> torch.Tensor:
         """float32 [splits, P, stack · max_rank] of workspace: the slices' x Aᵀ."""
         moe, pairs, splits = self.moe, self.moe.topk_ids.numel(), 1
         if moe.activated.is_cuda and not self._is_grouped:
-            read = moe.down if stacked is GATE_UP else moe.activated
-            splits = moe_shrink_split_k(pairs, read.shape[1])
+            splits = moe_shrink_split_k(pairs, in_features)
         stack = stacked.stop - stacked.start
         shape = (splits, pairs, stack * self.lora.max_rank)
         return self.lora.shrunk[: shape[0] * shape[1] * shape[2]].view(shape)
@@ -162,9 +162,8 @@ class ExpertDelta:
         outer_ranks: torch.Tensor | None,
         pairs_per_row: int,
     ) -> None:
-        lora, tables, shrunk = self.lora, self._tables(stacked), self._shrunk(stacked)
+        lora, tables, shrunk = self.lora, self._tables(stacked), self._shrunk(stacked, x.shape[1])
         if self._is_grouped:
-            sort = self.moe.lora
             moe_lora_shrink_grouped(
                 x,
                 lora.arena,
@@ -172,10 +171,7 @@ class ExpertDelta:
                 tables.lora_ranks,
                 outer_ptrs,
                 outer_ranks,
-                sort.sorted_token_ids_lora,
-                sort.expert_ids_lora,
-                sort.num_tokens_post_padded_lora,
-                sort.lora_ids,
+                *self.moe.lora.lists,
                 self.moe.block_size_m,
                 self.top_k,
                 pairs_per_row,
@@ -225,7 +221,6 @@ class ExpertDelta:
         outer_ranks: torch.Tensor | None,
         y: torch.Tensor,
     ) -> None:
-        sort = self.moe.lora
         stack = tables.b_ptrs.shape[0]
         moe_lora_expand_grouped(
             shrunk,
@@ -234,10 +229,7 @@ class ExpertDelta:
             tables.lora_ranks,
             tables.scalings,
             outer_ranks,
-            sort.sorted_token_ids_lora,
-            sort.expert_ids_lora,
-            sort.num_tokens_post_padded_lora,
-            sort.lora_ids,
+            *self.moe.lora.lists,
             self.moe.block_size_m,
             self.top_k,
             self.lora.max_rank,

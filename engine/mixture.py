@@ -66,10 +66,9 @@ def run_mixture(
     moe_gemm(ws.hidden, weights.gate_up, moe.topk_ids, *sort, block, top_k, moe.gate_up)
     if delta:
         delta.add_gate_up(kind)
+        delta.shrink_down()
     else:
         gated_activation(moe.gate_up, kind, moe.activated)
-    if delta:
-        delta.shrink_down()
     moe_gemm(moe.activated, weights.down, moe.topk_ids, *sort, block, 1, moe.down)
     if delta:
         delta.add_down_and_combine(*shared, ws.delta)

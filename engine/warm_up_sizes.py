@@ -8,9 +8,10 @@ at the numbers below, which are the kernels' own, or are an octave wide.
 from engine.expert_delta import MAX_PAIRWISE
 from kernels.lora_segments import ROW_REGIMES
 from kernels.moe_gemm_config import PAIRS_AN_EXPERT
+from kernels.moe_lora_shrink import SPLIT_PAIRS
 from memory.model_dims import MoEDims
 
-FEW_PAIRS = 128  # up to here kernels differ by how they split sums, in ranges of any width
+FEW_PAIRS = SPLIT_PAIRS[-1]  # up to here kernels split sums, in ranges of any width
 
 
 def prefill_sizes(moe: MoEDims | None, most: int) -> list[int]:

@@ -13,6 +13,7 @@ from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_lora_pairs import PAIR_TABLES, check_pairs, check_rows, walk_pairs
 from kernels.op import define_op
 
+SPLIT_PAIRS = (16, 32, 64, 128)  # up to each of these, fewer splits of K
 _LEAST_K = 128  # columns of A that a program reads at least
 
 
@@ -22,7 +23,7 @@ def moe_shrink_split_k(num_pairs: int, in_features: int) -> int:
     The workspace `shrunk` takes splits * P * stack * max_rank * 4 bytes; splits * P stays at or
     below max(P, 256), so one of max(P, 256) pairs serves every P up to its own.
     """
-    splits = next((256 // limit for limit in (16, 32, 64, 128) if num_pairs <= limit), 1)
+    splits = next((256 // limit for limit in SPLIT_PAIRS if num_pairs <= limit), 1)
     return max(1, min(splits, in_features // _LEAST_K))
 
 

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora_segments import weight_view
+from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_lora_groups import (
     GROUP_TABLES,
     block_ends,
@@ -70,8 +70,7 @@ def _find_a(
         address = tl.where(outer_rank > 0, outer_address, address)
         step = tl.where(outer_rank > 0, PAIRS_PER_ROW, 1)
         rank = tl.where(outer_rank > 0, outer_rank, rank)
-    a = tl.multiple_of(address.to(tl.pointer_type(arena.dtype.element_ty)), 16)
-    return a, rank, step
+    return as_weights(address, arena), rank, step
 
 
 @triton.jit

@@ -89,20 +89,12 @@ class AdapterTables:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tables by name, addresses first; `[:, :, slot]` of each belongs to a slot."""
-        named: dict[str, torch.Tensor] = {}
-        for name in ("a_ptrs", "b_ptrs"):
-            named[name] = getattr(self.linear, name)
-            if self.experts is not None:
-                named[f"expert_{name}"] = getattr(self.experts.linear, name)
+        named: dict[str, torch.Tensor] = dict(vars(self.linear))
         if self.experts is not None:
+            named |= {f"expert_{name}": t for name, t in vars(self.experts.linear).items()}
             named["outer_ptrs"] = self.experts.outer_ptrs
-        for name in ("lora_ranks", "scalings"):
-            named[name] = getattr(self.linear, name)
-            if self.experts is not None:
-                named[f"expert_{name}"] = getattr(self.experts.linear, name)
-        if self.experts is not None:
             named["outer_ranks"] = self.experts.outer_ranks
-        return named
+        return dict(sorted(named.items(), key=lambda item: -item[1].element_size()))
 
     @classmethod
     def allocate(

@@ -28,6 +28,16 @@ class MoeLoRAAlignBuffers:
     lora_ids: torch.Tensor
     row_indptr: torch.Tensor
 
+    @property
+    def lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sorted pairs as the grouped kernels take them."""
+        return (
+            self.sorted_token_ids_lora,
+            self.expert_ids_lora,
+            self.num_tokens_post_padded_lora,
+            self.lora_ids,
+        )
+
 
 @dataclass(frozen=True)
 class SharedExpertWorkspace:

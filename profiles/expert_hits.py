@@ -1,13 +1,11 @@
 """Which experts a step's tokens really chose, and with which adapters: counted, not estimated."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.moe_route import moe_route
+from profiles.route_log import RouteLog, Routes
 
 
 @dataclass(frozen=True)
@@ -23,40 +21,19 @@ class ExpertHits:
         return sum(self.experts) / len(self.experts) if self.experts else 0.0
 
 
-@dataclass
-class _RouteCounter(TorchDispatchMode):
-    """Looks at what every `moe_route` wrote."""
-
-    adapters_of_slots: torch.Tensor | None = None
-    experts: list[int] = field(default_factory=list)
-    pairs: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is moe_route:
-            row_adapter, topk_ids = args[3], args[12]
-            chosen = topk_ids >= 0
-            self.experts.append(topk_ids[chosen].unique().numel())
-            if row_adapter is not None:
-                slots = row_adapter[:, None].expand_as(topk_ids)
-                chosen = chosen & (slots >= 0)
-                both = torch.stack([slots[chosen], topk_ids[chosen]], dim=1)
-                self.pairs.append(both.unique(dim=0).shape[0])
-        return result
-
-
 def count_expert_hits(step: Callable[[], None]) -> ExpertHits:
     """Run `step` eagerly once and count."""
-    counter = _RouteCounter()
-    with counter:
+    with RouteLog() as log:
         step()
-    return ExpertHits(tuple(counter.experts), tuple(counter.pairs))
+    return ExpertHits(
+        tuple(call.topk_ids[call.topk_ids >= 0].unique().numel() for call in log.calls),
+        tuple(_adapter_pairs(call) for call in log.calls),
+    )
+
+
+def _adapter_pairs(call: Routes) -> int:
+    if call.row_adapter is None:
+        return 0
+    slots = call.row_adapter[:, None].expand_as(call.topk_ids)
+    chosen = (call.topk_ids >= 0) & (slots >= 0)
+    return torch.stack([slots[chosen], call.topk_ids[chosen]], dim=1).unique(dim=0).shape[0]

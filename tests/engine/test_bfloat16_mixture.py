@@ -6,19 +6,15 @@ layer, and the share of the others is printed. Routes of the engine are read whi
 steps without graphs, which must give the same bits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Engine, SamplingParams
 from engine.outputs import RequestOutput
-from kernels.moe_route import moe_route
+from profiles.route_log import RouteLog
 from tests.engine.programme import as_bits
 from tests.engine.test_bfloat16 import POSITIONS
 from tests.oracle import Oracle
@@ -28,35 +24,15 @@ ROWS, TOKENS, LAYERS, MOST_FLIPPED = 32, 64, 4, 0.4
 PROMPTS = [[3 + row, 50, 60 + row] for row in range(ROWS)]
 
 
-@dataclass
-class RouteRecorder(TorchDispatchMode):
-    """The experts of every row of every `moe_route`, in the order of the calls."""
-
-    calls: list[torch.Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is moe_route:
-            self.calls.append(args[12].sort(dim=1).values.cpu())
-        return result
-
-    def routes(self) -> torch.Tensor:
-        """[rows, tokens, layers, k] of the steps that drew each token: one prefill, then decode."""
-        steps = [self.calls[i : i + LAYERS] for i in range(0, len(self.calls), LAYERS)]
-        assert len(steps) == TOKENS, "one chunk of prefill, and nothing else between"
-        prefill, *decode = (torch.stack(step, dim=1) for step in steps)
-        assert prefill.shape[0] == sum(map(len, PROMPTS))
-        ends = torch.tensor([len(prompt) for prompt in PROMPTS]).cumsum(0) - 1
-        return torch.stack([prefill[ends], *decode], dim=1)
+def routes_of(log: RouteLog) -> torch.Tensor:
+    """[rows, tokens, layers, k] of the steps that drew each token: one prefill, then decode."""
+    calls = [call.topk_ids.sort(dim=1).values.cpu() for call in log.calls]
+    steps = [calls[i : i + LAYERS] for i in range(0, len(calls), LAYERS)]
+    assert len(steps) == TOKENS, "one chunk of prefill, and nothing else between"
+    prefill, *decode = (torch.stack(step, dim=1) for step in steps)
+    assert prefill.shape[0] == sum(map(len, PROMPTS))
+    ends = torch.tensor([len(prompt) for prompt in PROMPTS]).cumsum(0) - 1
+    return torch.stack([prefill[ends], *decode], dim=1)
 
 
 def reference_routes(oracle: Oracle, output: RequestOutput) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +100,7 @@ def test_mixture(tmp_path):
     names = [*adapters] * (ROWS // 4)
     names = [None if index % 2 else names[index // 2] for index in range(ROWS)]
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
-    logs, outputs, recorder = [], [], RouteRecorder()
+    logs, outputs, log = [], [], RouteLog()
     for graphs in ("cuda", "off"):
         with Engine(
             tmp_path / "model",
@@ -140,14 +116,14 @@ def test_mixture(tmp_path):
                 assert engine.stats().replays >= TOKENS - 1
                 logs.append([as_bits(o)[1:] for o in outputs])
             else:
-                with recorder:
+                with log:
                     logs.append([as_bits(o)[1:] for o in engine.generate(PROMPTS, params, names)])
     assert logs[0] == logs[1]
 
     oracle = Oracle(model, adapters)
     errors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     flipped: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    for output, found in zip(outputs, recorder.routes(), strict=True):
+    for output, found in zip(outputs, routes_of(log), strict=True):
         expected, every = reference_routes(oracle, output)
         same = (found == expected).flatten(1).all(dim=1)
         kind = output.adapter is not None

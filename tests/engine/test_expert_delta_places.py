@@ -26,14 +26,18 @@ def add_gate_up_to(delta, y):
     delta.lora.side.join()
     delta._align()
     outer_ranks = delta.lora.tables.experts.outer_ranks[delta.index, GATE_UP]
-    delta._expand_grouped(delta._shrunk(GATE_UP), delta._tables(GATE_UP), outer_ranks, y)
+    delta._expand_grouped(
+        delta._shrunk(GATE_UP, delta.moe.down.shape[1]), delta._tables(GATE_UP), outer_ranks, y
+    )
 
 
 def add_down_to(delta, y):
     """`y` [P, H] += the delta of down."""
     delta.lora.side.join()
     delta._align()
-    delta._expand_grouped(delta._shrunk(DOWN), delta._tables(DOWN), None, y)
+    delta._expand_grouped(
+        delta._shrunk(DOWN, delta.moe.activated.shape[1]), delta._tables(DOWN), None, y
+    )
 
 
 def gate_up_before_the_activation(delta, kind):

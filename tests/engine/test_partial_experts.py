@@ -6,9 +6,8 @@ An expert that an adapter does not have adds nothing, whatever the slot held for
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.moe_route import moe_route
+from profiles.route_log import RouteLog
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
 from tests.engine.backends import BACKENDS
 from tests.engine.programme import as_bits
@@ -27,28 +26,13 @@ STYLES = [
 NAMES_OF_TURNS = [["full", None, "full"], ["few", None, "few"], ["full", None, "full"]]
 
 
-class RouteRecorder(TorchDispatchMode):
-    """The experts of every row of every layer that runs from Python, which prefill does."""
-
-    def __init__(self):
-        super().__init__()
-        self.routes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is moe_route:
-            names = [argument.name for argument in func._schema.arguments]
-            self.routes.append(args[names.index("topk_ids")].clone())
-        return result
-
-
 def routes_of(engine, output):
     """int32 [layers, tokens, k]: the engine's routes for a finished request's tokens, all of
     which it takes as a prompt."""
     token_ids = output.prompt_token_ids + output.outputs[0].token_ids
-    with RouteRecorder() as recorder:
+    with RouteLog() as log:  # of what runs from Python, which prefill does
         engine.generate(token_ids, greedy(1), output.adapter)
-    return torch.stack(recorder.routes).cpu()
+    return torch.stack([call.topk_ids for call in log.calls]).cpu()
 
 
 def rename(path, old, new):
