@@ -16,7 +16,6 @@ the ways it takes, never on the other pairs or its place among them.
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.moe_gemm_config import (
     BLOCK_SIZES_M,
@@ -33,7 +32,7 @@ __all__ = ["launch_moe_gemm", "moe_block_size_m", "moe_gemm", "moe_gemm_torch", 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _moe_gemm_sorted_kernel(
     x,  # [Tx, K]
-    weight,  # [E, N, K], a pointer or a descriptor
+    weight,  # [E, N, K]
     sorted_token_ids,
     expert_ids,
     num_tokens_post_padded,
@@ -48,7 +47,6 @@ def _moe_gemm_sorted_kernel(
     OUT_STRIDE: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     SWAPPED: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -71,9 +69,8 @@ def _moe_gemm_sorted_kernel(
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offsets = tl.arange(0, BLOCK_K)
     x_places = x + rows[:, None] * X_STRIDE + offsets[None, :]
-    if not DESCRIPTOR:
-        matrix = weight + expert.to(tl.int64) * EXPERT_STRIDE
-        w_places = matrix + n[:, None] * WEIGHT_STRIDE + offsets[None, :]
+    matrix = weight + expert.to(tl.int64) * EXPERT_STRIDE
+    w_places = matrix + n[:, None] * WEIGHT_STRIDE + offsets[None, :]
     if SWAPPED:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -87,10 +84,7 @@ def _moe_gemm_sorted_kernel(
         if K % BLOCK_K != 0:
             inside = (start + offsets < K)[None, :]
             x_mask, w_mask = x_mask & inside, w_mask & inside
-        if DESCRIPTOR:  # zeros beyond N and K
-            w_block = weight.load([expert, tile_n * BLOCK_N, start])
-            w_block = tl.reshape(w_block, [BLOCK_N, BLOCK_K])
-        elif N % BLOCK_N != 0 or K % BLOCK_K != 0:
+        if N % BLOCK_N != 0 or K % BLOCK_K != 0:
             w_block = tl.load(
                 w_places + start, mask=w_mask, other=0.0, eviction_policy="evict_first"
             )  # [BLOCK_N, BLOCK_K]
@@ -182,12 +176,6 @@ def _check(
     )
 
 
-def _describable(weight: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can stand for `weight`: everything on 16 bytes."""
-    places = (weight.data_ptr(), *(s * weight.element_size() for s in weight.stride()[:-1]))
-    return all(place % 16 == 0 for place in places)
-
-
 def launch_moe_gemm(
     config: MoeGemmConfig,
     x: torch.Tensor,
@@ -226,11 +214,9 @@ def launch_moe_gemm(
         )
         return
     num_blocks = expert_ids.numel()
-    descriptor = config.descriptor and _describable(weight)
-    tile = [1, config.block_n, config.block_k]
     _moe_gemm_sorted_kernel[(num_blocks * tiles_n,)](
         x,
-        TensorDescriptor.from_tensor(weight, tile) if descriptor else weight,
+        weight,
         sorted_token_ids,
         expert_ids,
         num_tokens_post_padded,
@@ -238,7 +224,6 @@ def launch_moe_gemm(
         num_pairs,
         num_blocks,
         SWAPPED=config.swapped,
-        DESCRIPTOR=descriptor,
         GROUP_BLOCKS=config.group_blocks,
         BLOCK_M=block_size_m,
         BLOCK_K=config.block_k,

@@ -13,8 +13,6 @@ class MoeGemmConfig:
     group_blocks: so many blocks of pairs share a tile of weights before the next tile's turn.
     swapped: weights are the left operand of the product, the pairs the right one; few pairs then
     still fill a warp group's product on Hopper.
-    descriptor: weights come through a tensor descriptor (Hopper's bulk copies) where their
-    address and strides allow it; never in unsorted launches.
     """
 
     block_n: int
@@ -23,7 +21,6 @@ class MoeGemmConfig:
     num_stages: int
     group_blocks: int = 1
     swapped: bool = False
-    descriptor: bool = False
 
     def shared_bytes(self, block_m: int, itemsize: int) -> int:
         """Bound on the shared memory of the pipelined loads."""
@@ -72,20 +69,19 @@ def moe_gemm_config(
 
 
 @lru_cache
-def _card(device: torch.device) -> tuple[int, bool]:
-    """Shared memory a block may take, and whether there are bulk copies; as Hopper without CUDA."""
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory a block may take; as on Hopper without CUDA."""
     if device.type != "cuda":
-        return 227 * 1024, True
+        return 227 * 1024
     properties = torch.cuda.get_device_properties(device)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return shared, properties.major >= 9
+    return shared
 
 
 def fitted(
     config: MoeGemmConfig, block_m: int, itemsize: int, device: torch.device
 ) -> MoeGemmConfig:
-    """`config` with what this card has: as many stages as fit, bulk copies if any; same bits."""
-    shared, bulk_copies = _card(device)
+    """`config` with as many of its stages as fit this card; same bits."""
     a_stage = config.shared_bytes(block_m, itemsize) // config.num_stages
-    stages = max(1, min(config.num_stages, shared // a_stage))
-    return replace(config, num_stages=stages, descriptor=config.descriptor and bulk_copies)
+    stages = max(1, min(config.num_stages, _shared_memory(device) // a_stage))
+    return replace(config, num_stages=stages)

@@ -18,12 +18,12 @@ LAUNCHES = 16
 
 
 def _configs(text: str, group_blocks: int = 1) -> list[MoeGemmConfig]:
-    """One a word: block_n x block_k x warps x stages, then `s`: swapped, `d`: descriptor."""
+    """One a word: block_n x block_k x warps x stages, then `s`: swapped."""
     configs = []
     for word in text.split():
-        block_n, block_k, warps, stages = map(int, word.rstrip("sd").split("x"))
-        flags = {"swapped": "s" in word, "descriptor": "d" in word}
-        configs.append(MoeGemmConfig(block_n, block_k, warps, stages, group_blocks, **flags))
+        block_n, block_k, warps, stages = map(int, word.rstrip("s").split("x"))
+        swapped = word.endswith("s")
+        configs.append(MoeGemmConfig(block_n, block_k, warps, stages, group_blocks, swapped))
     return configs
 
 
@@ -36,19 +36,14 @@ CANDIDATES = {
         "64x64x4x6s 64x128x4x3s 64x128x4x4s 64x128x4x5s 64x256x4x3s 64x256x4x4s 128x64x4x4s "
         "128x64x4x6s 128x128x4x3s 128x128x4x4s 128x128x8x4s 128x64x8x5s 32x128x4x4s "
         "16x256x2x4 32x128x2x4 32x128x4x3 32x128x4x5 32x256x4x3 32x256x4x4 64x128x4x3 64x128x4x4 "
-        "64x128x8x3 128x64x4x4 "
-        "64x64x4x6sd 64x64x4x8sd 64x128x4x3sd 64x128x4x4sd 64x128x4x6sd 64x256x4x3sd 64x256x4x4sd "
-        "128x64x4x4sd 128x64x4x6sd 128x128x4x3sd 128x128x4x4sd 128x128x8x4sd 32x128x4x5d "
-        "32x256x4x4d"
+        "64x128x8x3 128x64x4x4"
     ),
     64: _configs(
-        "128x64x4x3 128x64x4x4 128x64x8x4 128x128x8x3 256x64x8x3 256x64x8x4 128x64x4x4s "
-        "128x64x4x4d 128x64x8x4d 256x64x8x4d 128x64x4x4sd",
+        "128x64x4x3 128x64x4x4 128x64x8x4 128x128x8x3 256x64x8x3 256x64x8x4 128x64x4x4s",
         8,
     ),
     128: _configs(
-        "128x64x4x3 128x64x8x3 128x64x8x4 128x64x8x5 128x128x8x2 256x64x8x3 128x64x8x4d "
-        "128x64x4x3d 256x64x8x3d",
+        "128x64x4x3 128x64x8x3 128x64x8x4 128x64x8x5 128x128x8x2 256x64x8x3",
         8,
     ),
 }
@@ -189,4 +184,4 @@ def _rank(product: Product, configs: list[MoeGemmConfig]) -> None:
 
 def _short(config: MoeGemmConfig) -> str:
     sizes = (config.block_n, config.block_k, config.num_warps, config.num_stages)
-    return "x".join(map(str, sizes)) + "s" * config.swapped + "d" * config.descriptor
+    return "x".join(map(str, sizes)) + "s" * config.swapped

@@ -12,7 +12,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGETS = (80, 90, 100)
 
@@ -32,8 +31,6 @@ _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 def _signature_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return _POINTER[value.dtype]
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_POINTER[value.base.dtype][1:]}{list(value.block_shape)}>"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):

@@ -157,21 +157,12 @@ def test_kernels_match_twin(kernel_device, name):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("descriptor", [False, True])
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("group_blocks", [1, 2, 8])
-def test_configurations_change_no_result(kernel_device, group_blocks, swapped, descriptor):
+def test_configurations_change_no_result(kernel_device, group_blocks, swapped):
     """Groups that do not divide the number of blocks, more tiles than one in N and in K."""
     case = Case(37, 2, 6, 72, 80, 16)
-    config = MoeGemmConfig(32, 32, 4, 2, group_blocks, swapped, descriptor)
-    found = product(lambda *inputs: launch_moe_gemm(config, *inputs), case, kernel_device)
-    assert_equal_products(found, by_hand(case), case)
-
-
-@pytest.mark.kernel
-def test_weights_off_16_bytes_need_no_descriptor(kernel_device):
-    case = CASES["odd"]
-    config = MoeGemmConfig(32, 32, 4, 2, 1, True, True)
+    config = MoeGemmConfig(32, 32, 4, 2, group_blocks, swapped)
     found = product(lambda *inputs: launch_moe_gemm(config, *inputs), case, kernel_device)
     assert_equal_products(found, by_hand(case), case)
 
@@ -258,11 +249,10 @@ def test_configurations_fit_every_target(place):
 
 
 def test_configurations_take_what_the_card_has(monkeypatch):
-    config, device = MoeGemmConfig(128, 64, 8, 4, descriptor=True), torch.device("cpu")
+    config, device = MoeGemmConfig(128, 64, 8, 4), torch.device("cpu")
     assert fitted(config, 128, 2, device) == config
-    monkeypatch.setattr(tables, "_card", lambda device: (99 * 1024, False))
-    expected = replace(config, num_stages=3, descriptor=False)
-    assert fitted(config, 128, 2, device) == expected
+    monkeypatch.setattr(tables, "_shared_memory", lambda device: 99 * 1024)
+    assert fitted(config, 128, 2, device) == replace(config, num_stages=3)
 
 
 @pytest.mark.parametrize("place", every_config())
@@ -277,16 +267,6 @@ def test_compiles_for_every_target(place, dtype):
     weight = torch.zeros(2, out_features, in_features, dtype=dtype)
     out = torch.zeros(4, out_features, dtype=dtype)
     assert compile_launches(moe_gemm_triton, x, weight, ids, *buffers, block_size_m, 2, out) == 1
-
-
-@pytest.mark.parametrize("block_size_m", [16, 128])
-def test_descriptors_compile_for_every_target(block_size_m):
-    config = MoeGemmConfig(64, 64, 4, 3, 1, block_size_m == 16, True)
-    ids = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
-    x, weight = torch.zeros(2, 200).bfloat16(), torch.zeros(2, 80, 200).bfloat16()
-    inputs = (x, weight, ids, *sorted_pairs(ids, block_size_m, 2), block_size_m, 2)
-    out = torch.zeros(4, 80).bfloat16()
-    assert compile_launches(launch_moe_gemm, config, *inputs, out) == 1
 
 
 def test_launcher_refuses_what_the_kernels_do_not_read():
