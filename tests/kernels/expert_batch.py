@@ -106,7 +106,7 @@ def activations(case: Case) -> dict[str, torch.Tensor]:
         ("shared_gate", num_tokens, 1),
     ):
         buffer = torch.full((rows, width + 8), NAN, dtype=case.dtype)
-        spread = (64 / max(64, width)) ** 0.5  # float16 holds what comes of wide sums
+        spread = (16 / max(16, width)) ** 0.5  # float16 holds what comes of wide sums
         buffer[:, :width] = torch.randn(rows, width, generator=generator) * spread
         if name in ("activated", "down"):  # what experts leave unwritten
             buffer[list(case.skipped)] = NAN
