@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memory.step_outputs import MAX_LOGPROBS, StepOutputs
+from memory.step_outputs import MAX_LOGPROBS, StepOutputs, chosen_line
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Slot:
         def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
-        self.chosen = empty(torch.int32, 2, rows)
+        self.chosen = empty(torch.int32, 2 * chosen_line(rows))
         self.top_ids = empty(torch.int32, rows, MAX_LOGPROBS)
         self.top_values = empty(torch.float32, rows, MAX_LOGPROBS)
         self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
@@ -38,8 +38,8 @@ class _Slot:
 class Readback:
     """One step's copy under way. `wait()` gives the results, once."""
 
-    def __init__(self, slot: _Slot, rows: int, with_top: bool) -> None:
-        self._slot, self._rows, self._with_top = slot, rows, with_top
+    def __init__(self, slot: _Slot, rows: int, line: int, with_top: bool) -> None:
+        self._slot, self._rows, self._line, self._with_top = slot, rows, line, with_top
 
     def wait(self) -> StepResults:
         """Block until the step is done and return what it produced."""
@@ -49,8 +49,8 @@ class Readback:
         assert slot.unread, "results are read once"
         top_ids, top_values = slot.top_ids[:rows], slot.top_values[:rows]
         results = StepResults(
-            slot.chosen[0, :rows].tolist(),
-            slot.chosen[1, :rows].view(torch.float32).tolist(),
+            slot.chosen[:rows].tolist(),
+            slot.chosen[self._line : self._line + rows].view(torch.float32).tolist(),
             top_ids.tolist() if self._with_top else [],
             top_values.tolist() if self._with_top else [],
         )
@@ -67,16 +67,16 @@ class ReadbackRing:
         self._slots = [_Slot(rows, self._pinned) for _ in range(depth)]
 
     def start(self, outputs: StepOutputs, rows: int, with_top: bool) -> Readback:
-        """Copy the first `rows` rows after what was launched so far, without waiting."""
+        """Copy the first `rows` rows after what was launched so far, without waiting: one copy
+        unless `with_top`."""
         slot = self._unused_slot()
-        for line in range(2):  # contiguous rows on both sides: plain asynchronous copies
-            slot.chosen[line, :rows].copy_(outputs.chosen[line, :rows], non_blocking=True)
+        slot.chosen[: len(outputs.chosen)].copy_(outputs.chosen, non_blocking=True)
         if with_top:
             slot.top_ids[:rows].copy_(outputs.top_ids[:rows], non_blocking=True)
             slot.top_values[:rows].copy_(outputs.top_values[:rows], non_blocking=True)
         if slot.event is not None:
             slot.event.record()
-        return Readback(slot, rows, with_top)
+        return Readback(slot, rows, chosen_line(len(outputs.logsumexp)), with_top)
 
     def _unused_slot(self) -> _Slot:
         slot = next((slot for slot in self._slots if not slot.unread), None)

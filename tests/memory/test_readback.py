@@ -41,10 +41,17 @@ def test_top_tokens_are_left_out_where_nobody_asked():
     assert (results.top_ids, results.top_logprobs) == ([], [])
 
 
-def test_a_view_of_the_outputs_reads_like_the_whole():
-    outputs = StepOutputs.allocate(8, CPU)
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8])
+def test_a_smaller_batchs_outputs_lie_together_and_start_aligned(rows):
+    whole = StepOutputs.allocate(8, CPU)
+    outputs = whole.view(rows)
     fill(outputs, 1)
-    check(ReadbackRing(8, CPU).start(outputs.view(3), 3, with_top=False), 1, 3)
+    assert outputs.chosen.is_contiguous()
+    assert outputs.chosen.data_ptr() == whole.chosen.data_ptr()
+    assert (outputs.target_logprob.data_ptr() - outputs.sampled.data_ptr()) % 16 == 0
+    ring = ReadbackRing(8, CPU)
+    check(ring.start(outputs, rows, with_top=False), 1, rows)
+    check(ring.start(outputs, 1, with_top=False), 1, 1)
 
 
 def test_results_are_those_of_the_launch_not_of_the_reading():
