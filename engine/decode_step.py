@@ -7,6 +7,7 @@ from engine.decoder import Decoder, StepTokens
 from engine.lora_delta import LoRABackend, LoRADelta
 from engine.side_branch import SideBranch
 from engine.trace import Trace
+from graphs.graph_key import GraphKey
 from kernels.logprobs import logprobs
 from kernels.sampling import sample
 from kernels.sampling_tables import NUM_LOGPROBS
@@ -22,7 +23,8 @@ from memory.workspace import Workspace
 class DecodeStep:
     """Gathers the rows' state, runs the decoder, draws a token per row, writes the state back.
 
-    The next step's inputs are then on the device already: a steady batch needs no upload.
+    The next step's inputs are then on the device already: a steady batch needs no upload. Of
+    two steps of one batch size, one runs no adapters: for batches in which no row has one.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class DecodeStep:
         self._decoder, self._memory, self._lora_backend = decoder, memory, lora_backend
         self._side, self._trace = side, trace
 
-    def __call__(self, buffers: StepBuffers) -> None:
+    def __call__(self, buffers: StepBuffers, key: GraphKey) -> None:
         memory, tables, ws = self._memory, self._memory.tables, buffers.workspace
         gather_step_inputs(
             buffers.row_request,
@@ -53,9 +55,11 @@ class DecodeStep:
             buffers.lora.row_adapter,
             buffers.row_num_logprobs,
         )
-        lora = lora_delta(
-            memory, self._lora_backend, self._side, buffers.lora, buffers.adapter_enabled, ws
-        )
+        lora = None
+        if key.lora:
+            lora = lora_delta(
+                memory, self._lora_backend, self._side, buffers.lora, buffers.adapter_enabled, ws
+            )
         attention = DecodeAttention(
             tables.block_tables,
             buffers.row_request,

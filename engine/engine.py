@@ -252,7 +252,7 @@ class Engine:
             graphs, pages = self.runner.stats, self.memory.pages
             return EngineStats(
                 graphs=self._graphs,
-                captured_batch_sizes=tuple(sorted(key.batch_size for key in graphs.captured)),
+                captured_batch_sizes=tuple(sorted({key.batch_size for key in graphs.captured})),
                 replays=sum(graphs.replays.values()),
                 replays_by_batch_size={k.batch_size: n for k, n in graphs.replays.items()},
                 eager_fallbacks=graphs.eager_fallbacks,

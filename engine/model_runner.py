@@ -19,6 +19,7 @@ from engine.side_branch import SideBranch
 from engine.trace import Trace
 from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes
 from graphs.graph_capturer import Backend, GraphCapturer
+from graphs.graph_key import GraphKey
 from graphs.graph_runner import GraphRunner
 from graphs.graph_stats import GraphStats
 from graphs.ladder import Ladder
@@ -83,18 +84,19 @@ class ModelRunner:
         return flights
 
     @torch.inference_mode()
-    def step_eagerly(self, rows: int) -> None:
+    def step_eagerly(self, rows: int, lora: bool) -> None:
         """The step of the bucket of `rows` once more, outside its graph and on the batch staged
         last: for measurements, which count what it launches."""
-        self._step(self.graphs.buffers_for(rows))
+        self._step(self.graphs.buffers_for(rows), GraphKey(rows, lora))
 
     def close(self) -> None:
         self.graphs.close()
 
     def _decode(self, sequences: list[Sequence]) -> InFlight:
+        lora = any(sequence.request.adapter is not None for sequence in sequences)
         with self.trace.range("replay"):
             buffers = self.graphs.run(
-                len(sequences), lambda buffers: self._stage(buffers, sequences)
+                len(sequences), lambda buffers: self._stage(buffers, sequences), lora
             )
         with_top = any(sequence.request.params.logprobs for sequence in sequences)
         readback = self._readback.start(buffers.outputs, len(sequences), with_top)
@@ -129,13 +131,17 @@ class ModelRunner:
                 shared_tensors=self._shared_tensors,
                 poison=scratch_tensors if debug else None,
             )
-            captured = capturer.capture(ladder.sizes)
+            variants = (False, True) if memory.config.max_loras else (False,)
+            captured = capturer.capture(
+                GraphKey(size, lora) for size in ladder.sizes for lora in variants
+            )
             with state.synthetic(), torch.inference_mode():
                 largest, most = ladder.sizes[-1], memory.config.max_batch_size
                 for rows in eager_batch_sizes(memory.dims.moe, largest, most) if on_gpu else []:
                     buffers = memory.step_buffers(rows)
                     state.stage(buffers)
-                    self._step(buffers)
+                    for lora in variants:
+                        self._step(buffers, GraphKey(rows, lora))
         self.graphs = GraphRunner(
             captured, self._step, memory.step_buffers, capturer.stats, debug=debug
         )

@@ -47,7 +47,7 @@ class Settings:
                 max_lora_rank=config.max_lora_rank,
                 prefill_chunk_tokens=config.prefill_chunk_tokens,
                 page_size=PAGE_SIZE,
-                num_graphs=len(config.ladder().sizes),
+                num_graphs=len(config.ladder().sizes) * (2 if config.max_loras else 1),
                 memory_fraction=config.memory_fraction,
                 lora_memory_bytes=config.lora_memory_bytes,
                 kv_cache_tokens=config.kv_cache_tokens,

@@ -1,4 +1,4 @@
-"""Captures a step at every batch size, once, before serving. Knows no model: only its callables.
+"""Captures a step of every key, once, before serving. Knows no model: only its callables.
 
 Order, and why:
   largest batch first    smaller graphs then fit into the memory the largest took from the pool
@@ -48,7 +48,8 @@ def _no_tensors() -> Mapping[str, torch.Tensor]:
 class GraphCapturer(Generic[B]):
     """`capture` is called once; `stats` then goes on to the runner.
 
-    step            the decode step over the buffers of one batch size
+    step            the decode step over the buffers of one batch size; the key says whether it
+                    records the LoRA path
     buffers         the static buffers of a batch size, allocated by their owner
     masks           see CaptureMasks
     prepare         stages a dummy batch; called before every run of the step
@@ -62,7 +63,7 @@ class GraphCapturer(Generic[B]):
     def __init__(
         self,
         backend: Backend,
-        step: Callable[[B], None],
+        step: Callable[[B, GraphKey], None],
         buffers: Callable[[int], B],
         masks: CaptureMasks,
         *,
@@ -89,13 +90,13 @@ class GraphCapturer(Generic[B]):
             self._pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
-    def capture(self, batch_sizes: Iterable[int]) -> dict[GraphKey, CapturedStep[B]]:
-        """One captured step per size. If one fails, those before it are closed again."""
+    def capture(self, keys: Iterable[GraphKey]) -> dict[GraphKey, CapturedStep[B]]:
+        """One captured step per key. If one fails, those before it are closed again."""
         captured: dict[GraphKey, CapturedStep[B]] = {}
         try:
             with self._side_stream():
-                for batch_size in sorted(set(batch_sizes), reverse=True):
-                    step = self._capture_one(GraphKey(batch_size))
+                for key in sorted(set(keys), reverse=True):
+                    step = self._capture_one(key)
                     captured[step.key] = step
                     if self._progress is not None:
                         self._progress(step)
@@ -112,12 +113,12 @@ class GraphCapturer(Generic[B]):
         with self._masks.synthetic():
             for _ in range(self._warmups):
                 self._stage(buffers)
-                self._step(buffers)
+                self._step(buffers, key)
         guard = ReplayGuard(lambda: self._named_tensors(buffers), self._generation)
         graph = self._new_graph(buffers)
         with self._masks.zeroed():
             self._stage(buffers)
-            graph.capture(lambda: self._step(buffers), self._named_tensors(buffers))
+            graph.capture(lambda: self._step(buffers, key), self._named_tensors(buffers))
         try:
             guard.check()  # a step that rebinds its own buffers shows here
             guard.check_generation()

@@ -8,4 +8,4 @@ class GraphKey:
     """One graph per key: everything else about a batch is data in buffers."""
 
     batch_size: int  # rows, padding included
-    lora: bool = True  # the LoRA path is recorded
+    lora: bool = True  # the LoRA path is recorded; without, for batches in which no row has one

@@ -23,31 +23,32 @@ class GraphRunner(Generic[B]):
     def __init__(
         self,
         captured: Mapping[GraphKey, CapturedStep[B]],
-        step: Callable[[B], None],
+        step: Callable[[B, GraphKey], None],
         buffers: Callable[[int], B],
         stats: GraphStats,
         *,
         debug: bool = False,
     ) -> None:
         self.stats = stats
-        self._captured = {key.batch_size: captured_step for key, captured_step in captured.items()}
-        self._ladder = Ladder(tuple(sorted(self._captured)))
+        self._captured = dict(captured)
+        self._ladder = Ladder(tuple(sorted({key.batch_size for key in captured})))
         self._step = step
         self._buffers = buffers
         self._debug = debug
 
     @torch.inference_mode()
-    def run(self, rows: int, stage: Callable[[B], None]) -> B:
+    def run(self, rows: int, stage: Callable[[B], None], lora: bool = True) -> B:
         """One step for `rows` rows; returns the buffers that hold its outputs.
 
-        `stage` copies the batch into the buffers, padding rows included. The outputs stay until
-        the next step: another batch size may share their memory.
+        `stage` copies the batch into the buffers, padding rows included. `lora`: whether any of
+        the rows has an adapter, and so which of two graphs runs where both are captured. The
+        outputs stay until the next step: another batch size may share their memory.
         """
         assert rows > 0, "a step has at least one row"
         bucket = self._ladder.bucket_for(rows)
         if bucket is None:
-            return self._run_eagerly(rows, stage)
-        captured = self._captured[bucket]
+            return self._run_eagerly(GraphKey(rows, lora), stage)
+        captured = self._captured[GraphKey(bucket, lora)]
         captured.guard.check_generation()
         stage(captured.buffers)
         if self._debug:
@@ -59,16 +60,15 @@ class GraphRunner(Generic[B]):
 
     def buffers_for(self, rows: int) -> B:
         """The static buffers that a step of `rows` rows runs on."""
-        bucket = self._ladder.bucket_for(rows)
-        return self._buffers(rows) if bucket is None else self._captured[bucket].buffers
+        return self._buffers(self._ladder.bucket_for(rows) or rows)
 
     def close(self) -> None:
         for captured in self._captured.values():
             captured.graph.close()
 
-    def _run_eagerly(self, rows: int, stage: Callable[[B], None]) -> B:
-        buffers = self._buffers(rows)
+    def _run_eagerly(self, key: GraphKey, stage: Callable[[B], None]) -> B:
+        buffers = self._buffers(key.batch_size)
         stage(buffers)
-        self._step(buffers)
+        self._step(buffers, key)
         self.stats.eager_fallbacks += 1
         return buffers

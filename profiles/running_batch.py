@@ -25,6 +25,7 @@ class RunningBatch:
         self.engine, self.size = engine, len(adapters)
         self.params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self._adapters = adapters
+        self._lora = any(name is not None for name in adapters)
         self.requests: list[str] = []
 
     def __enter__(self) -> "RunningBatch":
@@ -53,7 +54,7 @@ class RunningBatch:
         draw nobody reads; each moves the rows one token on."""
         graphs = self.engine.runner.graphs
         for _ in range(repeats):
-            graphs.run(self.size, lambda buffers: None)
+            graphs.run(self.size, lambda buffers: None, self._lora)
 
     def replay_ms(self, repeats: int = 50) -> float:
         """Milliseconds a replay, back to back."""
@@ -65,7 +66,7 @@ class RunningBatch:
 
     def step_eagerly(self) -> None:
         """The graph's step, launched from Python."""
-        self.engine.runner.step_eagerly(self.size)
+        self.engine.runner.step_eagerly(self.size, self._lora)
 
     def synchronize(self) -> None:
         if self.engine.device.type == "cuda":

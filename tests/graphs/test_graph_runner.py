@@ -27,7 +27,7 @@ def _engine(backend, device, *, debug=False, **options):
         views = {name: tensor[:size] for name, tensor in largest.tensors().items()}
         return made.setdefault(size, ToyBuffers(**views))
 
-    def step(buffers):
+    def step(buffers, key):
         events.append(f"step {len(buffers.ids)}")
         model.step(buffers)
 
@@ -40,7 +40,7 @@ def _engine(backend, device, *, debug=False, **options):
         progress=lambda captured: events.append(f"done {captured.key.batch_size}"),
         **options,
     )
-    captured = capturer.capture(SIZES)
+    captured = capturer.capture(map(GraphKey, SIZES))
     runner = GraphRunner(captured, step, buffers, capturer.stats, debug=debug)
     return SimpleNamespace(
         model=model, events=events, captured=captured, runner=runner, made=made, largest=largest
@@ -147,7 +147,7 @@ def test_a_failure_closes_every_graph_captured_before(device, backend):
         pytest.skip("refuses nothing")
     kept = []
 
-    def step(buffers):
+    def step(buffers, key):
         buffers.state.add_(1)
         if len(buffers.ids) == 2:
             buffers.state.sum().item()
@@ -157,7 +157,7 @@ def test_a_failure_closes_every_graph_captured_before(device, backend):
         backend, step, lambda size: ToyBuffers.of(size, device), masks, progress=kept.append
     )
     with pytest.raises(CaptureError, match="_local_scalar_dense"):
-        capturer.capture(SIZES)
+        capturer.capture(map(GraphKey, SIZES))
     assert masks.events[-1] == "zeroed off"
     assert [captured.key.batch_size for captured in kept] == [8, 4]
     for captured in kept:
@@ -180,3 +180,23 @@ def test_close_releases_every_graph(backend, device):
     engine.runner.close()
     with pytest.raises(CaptureError, match="holds no step"):
         engine.runner.run(2, _stage(torch.arange(2, device=device)))
+
+
+def test_two_graphs_of_a_size_and_the_batch_says_which(backend, device):
+    largest, seen = ToyBuffers.of(4, device), []
+
+    def step(buffers, key):
+        seen.append(key)
+        buffers.out.fill_(2.0 if key.lora else 1.0)
+
+    keys = [GraphKey(4, lora) for lora in (False, True)]
+    capturer = GraphCapturer(backend, step, lambda size: largest, CountingMasks([]))
+    captured = capturer.capture(keys)
+    assert capturer.stats.captured == [GraphKey(4, True), GraphKey(4, False)]
+    runner = GraphRunner(captured, step, lambda size: largest, capturer.stats)
+    for lora in (True, False, True):
+        buffers = runner.run(3, lambda buffers: None, lora)
+        assert (buffers.out == (2.0 if lora else 1.0)).all()
+    assert runner.stats.replays == {GraphKey(4, True): 2, GraphKey(4, False): 1}
+    runner.run(5, lambda buffers: None, lora=False)
+    assert seen[-1] == GraphKey(5, False)

@@ -47,6 +47,7 @@ import torch
 
 from graphs.errors import CaptureError
 from graphs.graph_capturer import GraphCapturer
+from graphs.graph_key import GraphKey
 from graphs.replay_guard import BufferGeneration, ReplayGuard
 from graphs.tape_graph import TapeStepGraph
 from tests.graphs.toy_step import CountingMasks, ToyBuffers, record
@@ -248,21 +249,21 @@ def _buffers_on(device):
 
 
 def test_own_rebinding(backend, device):
-    def step(buffers):
+    def step(buffers, key):
         buffers.state = buffers.state + 1
 
     capturer = GraphCapturer(backend, step, _buffers_on(device), CountingMasks([]))
     with pytest.raises(CaptureError, match="state: address was"):
-        capturer.capture([2])
+        capturer.capture([GraphKey(2)])
 
 
 def test_swapped_tensors(backend, device):
-    def step(buffers):
+    def step(buffers, key):
         torch.utils.swap_tensors(buffers.state, buffers.out)
 
     capturer = GraphCapturer(backend, step, _buffers_on(device), CountingMasks([]))
     with pytest.raises(CaptureError, match="state: address was"):
-        capturer.capture([2])
+        capturer.capture([GraphKey(2)])
 
 
 def test_swapped_tensors_of_no_buffer():
@@ -277,7 +278,7 @@ def test_swapped_tensors_of_no_buffer():
 
 
 def test_other_thread(backend, device):
-    def step(buffers):
+    def step(buffers, key):
         buffers.state.add_(1)
         buffers.out[0].mul_(2)  # a view's writes count as seen
         thread = Thread(target=lambda: buffers.state.add_(1))
@@ -287,7 +288,7 @@ def test_other_thread(backend, device):
     buffers = ToyBuffers.of(2, device)  # outside inference mode: torch counts their writes
     capturer = GraphCapturer(backend, step, lambda _: buffers, CountingMasks([]))
     with pytest.raises(CaptureError, match=r"another thread.*: state$"):
-        capturer.capture([2])
+        capturer.capture([GraphKey(2)])
 
 
 # --- silent in plain use, raised at replay ---
