@@ -9,7 +9,8 @@ read bandwidth that this card was just measured to have.
 A request is 128 random tokens of prompt, greedy, end tokens ignored. A step's time is
 (time of 288 tokens - time of 32) / 256, the median of three, through `Engine.generate`, so host
 work counts; "replay" is the same step's graph replayed alone, back to back. `--adapters` are the
-cases of `profiles/shape_engine.py`.
+cases of `profiles/shape_engine.py`. On a GPU the last columns are what `profiles/peers.py` holds:
+the goal, and what vLLM and two versions of SGLang take on an H200.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from engine.errors import EngineError
 from profiles.arguments import integers, names
 from profiles.bandwidth import read_bandwidth
 from profiles.expert_hits import count_expert_hits
+from profiles.peers import PeerTimes, peer_times
 from profiles.result_file import RESULTS, provenance, write_result
 from profiles.running_batch import PROMPT_TOKENS, RunningBatch, random_prompts
 from profiles.shape_engine import DISTINCT, RANK, adapter_names, random_adapters, shape_engine
@@ -61,7 +63,7 @@ def _run(options: argparse.Namespace) -> None:
     }
     print(
         f"{'model':<8} {'case':<5} {'batch':>5} {'ms/step':>8} {'replay':>8} {'GB':>7} "
-        f"{'limit ms':>9} {'ratio':>6}"
+        f"{'limit ms':>9} {'ratio':>6} {'goal':>6} {'vLLM':>6} {'SGLang':>6} {'newest':>6}"
     )
     for name in options.model:
         checkpoint = open_shape(name)
@@ -129,13 +131,22 @@ def _measure(
                 if bandwidth:
                     row["limit_ms"] = round(moved.total / bandwidth * 1e3, 3)
                     row["ratio"] = round(row["ms_per_step"] / row["limit_ms"], 3)
+                peers = peer_times(name, case, batch) if bandwidth else None
+                if peers:
+                    row["goal_ms"], row["best_peer_ms"] = peers.goal, peers.best
                 print(
                     f"{name:<8} {case:<5} {batch:>5} {row['ms_per_step']:>8.3f} "
                     f"{row['ms_per_replay']:>8.3f} {row['gigabytes']:>7.2f} "
-                    f"{row.get('limit_ms', '-'):>9} {row.get('ratio', '-'):>6}",
+                    f"{row.get('limit_ms', '-'):>9} {row.get('ratio', '-'):>6}" + _beside(peers),
                     flush=True,
                 )
                 yield row
+
+
+def _beside(peers: PeerTimes | None) -> str:
+    """The columns of goal, vLLM, SGLang and its newest engine."""
+    times = (peers.goal, peers.vllm, peers.sglang, peers.sglang_v2) if peers else ()
+    return "".join(f" {time or '-':>6}" for time in times)
 
 
 def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
