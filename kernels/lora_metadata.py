@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.op import define_op
 
 MAX_ROWS = 8192
@@ -68,6 +69,8 @@ def _write_segments(
         "num_segments",
         "pair_row",
         "pair_slot",
+        "row_slot",
+        "row_order",
     ],
 )
 def _lora_metadata_kernel(
@@ -79,6 +82,8 @@ def _lora_metadata_kernel(
     num_segments,
     pair_row,
     pair_slot,
+    row_slot,
+    row_order,
     num_rows,
     max_segments,
     MAX_LORAS: tl.constexpr,
@@ -86,7 +91,9 @@ def _lora_metadata_kernel(
     BLOCK_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     SLOT_CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     block = tl.program_id(0) - 1
     if block < 0:
         _write_segments(
@@ -115,9 +122,12 @@ def _lora_metadata_kernel(
     has_pair = slot < MAX_LORAS
     inside = rows < num_rows
     pair = tl.where(has_pair, rows, -1)
+    slot_or_none = tl.where(has_pair, slot, -1)
     tl.store(permutation + position, pair, mask=inside)
     tl.store(pair_row + position, pair, mask=inside)
-    tl.store(pair_slot + position, tl.where(has_pair, slot, -1), mask=inside)
+    tl.store(pair_slot + position, slot_or_none, mask=inside)
+    tl.store(row_slot + rows, slot_or_none, mask=inside)
+    tl.store(row_order + position, rows, mask=inside)
 
 
 def lora_metadata_triton(
@@ -129,6 +139,8 @@ def lora_metadata_triton(
     num_segments: torch.Tensor,
     pair_row: torch.Tensor,
     pair_slot: torch.Tensor,
+    row_slot: torch.Tensor,
+    row_order: torch.Tensor,
 ) -> None:
     """Sort the step's (row, slot) pairs by slot and cut them into segments of one slot each.
 
@@ -143,6 +155,8 @@ def lora_metadata_triton(
                                     unused segments start and end at the number of pairs
         weight_indices[S]           slot of each segment, ascending; then -1
         num_segments[1]
+        row_slot[T]                 slot of each row; -1 where it gives no pair
+        row_order[T]                every row: those of the pairs as in pair_row, then the others
 
     One launch, the same for any contents: T at most 8192, max_loras at most 256. A pair's place
     is the number of pairs with a smaller (slot, row), so T * T comparisons over T / BLOCK_ROWS
@@ -162,6 +176,8 @@ def lora_metadata_triton(
         ("num_segments", num_segments, 1),
         ("pair_row", pair_row, num_rows),
         ("pair_slot", pair_slot, num_rows),
+        ("row_slot", row_slot, num_rows),
+        ("row_order", row_order, num_rows),
     ):
         assert tensor.dtype == torch.int32, f"{name} is {tensor.dtype}, not int32"
         assert tensor.shape == (length,), f"{name} has shape {tuple(tensor.shape)}, not ({length},)"
@@ -177,6 +193,8 @@ def lora_metadata_triton(
         num_segments,
         pair_row,
         pair_slot,
+        row_slot,
+        row_order,
         num_rows,
         max_segments,
         MAX_LORAS=max_loras,
@@ -185,6 +203,7 @@ def lora_metadata_triton(
         CHUNK=128,
         SLOT_CHUNK=32 if few else 128,
         num_warps=4 if few else 16,
+        **dependent_launch(row_adapter.device),
     )
 
 
@@ -197,6 +216,8 @@ def lora_metadata_torch(
     num_segments: torch.Tensor,
     pair_row: torch.Tensor,
     pair_slot: torch.Tensor,
+    row_slot: torch.Tensor,
+    row_order: torch.Tensor,
 ) -> None:
     """Torch twin of `lora_metadata_triton`: a stable sort, then runs of equal slots."""
     max_loras = adapter_enabled.shape[0]
@@ -219,6 +240,8 @@ def lora_metadata_torch(
     seg_indptr[0] = 0
     seg_indptr[1 : used + 1] = counts.cumsum(0)
     num_segments.fill_(used)
+    row_slot.copy_(torch.where(slot_or_last < max_loras, slot_or_last, -1))
+    row_order.copy_(order)
 
 
 lora_metadata = define_op(
@@ -231,5 +254,7 @@ lora_metadata = define_op(
         "num_segments",
         "pair_row",
         "pair_slot",
+        "row_slot",
+        "row_order",
     ),
 )

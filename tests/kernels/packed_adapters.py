@@ -115,9 +115,12 @@ def pack_adapters(
     )
 
 
-def segments_of(rows: list[int], max_loras: int, device="cpu") -> dict[str, torch.Tensor]:
-    """The segment buffers of `lora_metadata` for these rows, every slot enabled."""
+def metadata_of(
+    rows: list[int], max_loras: int, device="cpu", disabled: frozenset[int] = frozenset()
+) -> dict[str, torch.Tensor]:
+    """The buffers of `lora_metadata` for these rows, every slot enabled but `disabled`."""
     row_adapter = torch.tensor(rows, dtype=torch.int32)
+    enabled = torch.tensor([slot not in disabled for slot in range(max_loras)], dtype=torch.int32)
     lengths = {
         "seg_indptr": min(len(rows), max_loras) + 1,
         "weight_indices": min(len(rows), max_loras),
@@ -125,8 +128,16 @@ def segments_of(rows: list[int], max_loras: int, device="cpu") -> dict[str, torc
         "num_segments": 1,
         "pair_row": len(rows),
         "pair_slot": len(rows),
+        "row_slot": len(rows),
+        "row_order": len(rows),
     }
     buffers = {name: torch.empty(n, dtype=torch.int32) for name, n in lengths.items()}
-    lora_metadata_torch(row_adapter, torch.ones(max_loras, dtype=torch.int32), **buffers)
+    lora_metadata_torch(row_adapter, enabled, **buffers)
+    return {name: buffer.to(device) for name, buffer in buffers.items()}
+
+
+def segments_of(rows: list[int], max_loras: int, device="cpu") -> dict[str, torch.Tensor]:
+    """Those of them that describe segments, every slot enabled."""
+    buffers = metadata_of(rows, max_loras, device)
     used = ("seg_indptr", "weight_indices", "pair_row", "num_segments")
-    return {name: buffers[name].to(device) for name in used}
+    return {name: buffers[name] for name in used}

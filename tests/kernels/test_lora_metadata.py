@@ -13,6 +13,8 @@ OUTPUTS = (
     "num_segments",
     "pair_row",
     "pair_slot",
+    "row_slot",
+    "row_order",
 )
 PATTERNS = ("none", "identical", "distinct", "uniform", "skewed", "out_of_range")
 SHAPES = [(1, 1), (1, 8), (5, 3), (16, 16), (33, 7), (64, 256), (129, 5), (300, 200)]
@@ -41,7 +43,7 @@ def enabled_slots(max_loras: int, some_off: bool) -> list[int]:
 
 def poisoned_outputs(num_rows: int, max_loras: int, device) -> list[torch.Tensor]:
     segments = min(num_rows, max_loras)
-    lengths = (segments + 1, segments, num_rows, 1, num_rows, num_rows)
+    lengths = (segments + 1, segments, num_rows, 1, *[num_rows] * 4)
     return [torch.full((n,), -77, dtype=torch.int32, device=device) for n in lengths]
 
 
@@ -60,14 +62,18 @@ def plain_sort(rows: list[int], enabled: list[int]) -> dict[str, list[int]]:
     slots = sorted({slot for slot, _ in pairs})
     starts = [sum(other < slot for other, _ in pairs) for slot in slots]
     segments = min(len(rows), len(enabled))
-    sorted_rows = [row for _, row in pairs] + padding
+    sorted_rows = [row for _, row in pairs]
+    slot_of = {row: slot for slot, row in pairs}
+    others = [row for row in range(len(rows)) if row not in slot_of]
     return {
         "seg_indptr": starts + [len(pairs)] * (segments + 1 - len(slots)),
         "weight_indices": slots + [-1] * (segments - len(slots)),
-        "permutation": sorted_rows,
+        "permutation": sorted_rows + padding,
         "num_segments": [len(slots)],
-        "pair_row": sorted_rows,
+        "pair_row": sorted_rows + padding,
         "pair_slot": [slot for slot, _ in pairs] + padding,
+        "row_slot": [slot_of.get(row, -1) for row in range(len(rows))],
+        "row_order": sorted_rows + others,
     }
 
 
@@ -88,6 +94,8 @@ def test_order_of_pairs_is_not_the_order_of_rows():
         "num_segments": [2],
         "pair_row": [2, 5, 0, 3, -1, -1],
         "pair_slot": [0, 0, 3, 3, -1, -1],
+        "row_slot": [3, -1, 0, 3, -1, 0],
+        "row_order": [2, 5, 0, 3, 1, 4],
     }
 
 
