@@ -96,7 +96,7 @@ def check_segments(
     max_rank: int,
     shrunk: torch.Tensor,
 ) -> None:
-    """What `sgemm_a` and `sgemm_b` ask of their arguments alike; `rows` is x or y."""
+    """What ops on segments ask of their arguments alike; `rows` is x or y."""
     stack, max_loras = pointers.shape
     num_tokens = rows.shape[0]
     segments = min(num_tokens, max_loras)

@@ -12,9 +12,9 @@ weights through tables of device addresses. Knows no model and no adapter, only 
         Rank 0 means that the slot has no such module: its address is never read.
     seg_indptr, weight_indices, pair_row, num_segments   from `lora_metadata`, int32; a row has at
         most one pair
-    shrunk float32[split_k, T, stack * max_rank]   partial sums between the two: sorted pair p,
-        slice j and rank index r at [:, p, j * max_rank + r]. What lies beyond a slice's true rank
-        or beyond the last pair is not written and never enters a result.
+    shrunk float32[split_k, T, stack * max_rank]   partial sums between the two: row t, slice j
+        and rank index r at [:, t, j * max_rank + r]. What lies beyond a slice's true rank, and
+        rows without a pair, are not written and never enter a result.
 
 Both read each used A or B once per row tile and nothing of the others, so cost follows the true
 ranks. A row's result depends on its own x, y and adapter and on the shapes, never on its
@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import (
     TABLES,
     as_weights,
@@ -35,11 +36,12 @@ from kernels.lora_segments import (
     walk_segments,
     weight_view,
 )
+from kernels.lora_shrink import shrink_arguments, shrink_tile
 from kernels.op import define_op
 
 
 @triton.jit(
-    do_not_specialize=["segments", "split_rows", "blocks_per_split"],
+    do_not_specialize=["segments", "shrunk_rows", "blocks_per_split"],
     do_not_specialize_on_alignment=TABLES,
 )
 def _sgemm_a_kernel(
@@ -53,7 +55,7 @@ def _sgemm_a_kernel(
     num_segments,
     shrunk,
     segments,
-    split_rows,
+    shrunk_rows,
     blocks_per_split,
     K: tl.constexpr,
     X_STRIDE: tl.constexpr,
@@ -62,47 +64,39 @@ def _sgemm_a_kernel(
     MAX_LORAS: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     ONE_TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    rank_tiles: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
-    stacked = tl.program_id(0) // rank_tiles
-    first_rank = tl.program_id(0) % rank_tiles * BLOCK_R
-    split = tl.program_id(1)
-    tile = tl.program_id(2)
-    slot, first, end = find_pairs(
-        seg_indptr, weight_indices, num_segments, segments, tile, BLOCK_M, BLOCK_SEGMENTS, ONE_TILE
+    shrink_tile(
+        x,
+        arena,
+        a_ptrs,
+        lora_ranks,
+        seg_indptr,
+        weight_indices,
+        pair_row,
+        num_segments,
+        shrunk,
+        segments,
+        shrunk_rows,
+        blocks_per_split,
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2),
+        K,
+        X_STRIDE,
+        SHRUNK_STRIDE,
+        MAX_RANK,
+        MAX_LORAS,
+        BLOCK_SEGMENTS,
+        ONE_TILE,
+        BLOCK_P,
+        BLOCK_R,
+        BLOCK_A,
+        PDL,
     )
-    if first >= end:
-        return
-    entry = stacked * MAX_LORAS + slot
-    pairs = first + tl.arange(0, BLOCK_M)
-    # All of the tables in one wait, not one wait each.
-    rank = tl.load(lora_ranks + entry)
-    address = tl.load(a_ptrs + entry)
-    rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
-    if first_rank >= rank:
-        return
-    a = as_weights(address, arena)
-    ranks = first_rank + tl.arange(0, BLOCK_R)
-    x_rows = x + rows[:, None] * X_STRIDE
-    a_rows = a + ranks[:, None] * K
-    first_k = split * blocks_per_split * BLOCK_K
-    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    for start in range(first_k, tl.minimum(first_k + blocks_per_split * BLOCK_K, K), BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x_mask, a_mask = (pairs < end)[:, None], (ranks < rank)[:, None]
-        if K % BLOCK_K != 0:
-            x_mask, a_mask = x_mask & (k < K)[None, :], a_mask & (k < K)[None, :]
-        a_block = tl.load(a_rows + k[None, :], mask=a_mask, other=0.0)  # [BLOCK_R, BLOCK_K]
-        x_block = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
-        if x_block.dtype != a_block.dtype:
-            x_block, a_block = x_block.to(tl.float32), a_block.to(tl.float32)
-        acc = tl.dot(x_block, tl.trans(a_block), acc, input_precision="ieee")
-    places = (split * split_rows + pairs).to(tl.int64) * SHRUNK_STRIDE + stacked * MAX_RANK
-    mask = (pairs < end)[:, None] & (ranks < rank)[None, :]
-    tl.store(shrunk + places[:, None] + ranks[None, :], acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["segments", "split_rows"], do_not_specialize_on_alignment=TABLES)
@@ -133,7 +127,9 @@ def _sgemm_b_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     tiles1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     tile_n = tl.program_id(0)
@@ -175,7 +171,7 @@ def _sgemm_b_kernel(
             b_mask = (n < width)[:, None] & (r < rank)[None, :]
             b_block = tl.load(b + n[:, None] * rank + r[None, :], mask=b_mask, other=0.0)
         b_block = tl.trans(b_block)  # [BLOCK_R, BLOCK_N]
-        places = pairs.to(tl.int64)[:, None] * SHRUNK_STRIDE + (stacked * MAX_RANK + r)[None, :]
+        places = rows[:, None] * SHRUNK_STRIDE + (stacked * MAX_RANK + r)[None, :]
         # Whole vectors of 4 are read, what lies beyond the rank in the last is dropped below.
         read = (r < (rank + 3) // 4 * 4) & (r < MAX_RANK)
         s_mask = (pairs < end)[:, None] & read[None, :]
@@ -207,10 +203,11 @@ def sgemm_a_triton(
     max_rank: int,
     out: torch.Tensor,
 ) -> None:
-    """Shrink: sum over splits of out[split, p, j * max_rank + r] = x[pair_row[p]] . A_j[r].
+    """Shrink: sum over splits of out[split, row, j * max_rank + r] = x[row] . A_j[r].
 
-    Writes `out`, the module's `shrunk`, in place: split i covers the i-th of out.shape[0] equal
-    ranges of K. Products in x's dtype where A has the same, else in float32; all sums in float32.
+    Writes `out`, the module's `shrunk`, in place where a row has a pair: split i covers the i-th of
+    out.shape[0] equal ranges of K. Products in x's dtype where A has the same, else in float32;
+    all sums in float32.
     """
     check_segments(
         x,
@@ -224,14 +221,10 @@ def sgemm_a_triton(
         max_rank,
         out,
     )
-    (num_tokens, in_features), (stack, max_loras) = x.shape, a_ptrs.shape
-    split_k = out.shape[0]
-    wide = x.dtype == torch.float32 or x.dtype != arena.dtype
-    block_m = block_m_for(num_tokens)
-    block_r = min(64, max(16, triton.next_power_of_2(max_rank)))
-    block_k = 32 if wide else 128 if block_m == 16 else 64
-    tiles = tile_count(num_tokens, max_loras)
-    _sgemm_a_kernel[(stack * triton.cdiv(max_rank, block_r), split_k, tiles)](
+    stack, max_loras = a_ptrs.shape
+    arguments = shrink_arguments(x, arena, max_loras, max_rank, out)
+    places = stack * triton.cdiv(max_rank, arguments["BLOCK_R"])
+    _sgemm_a_kernel[(places, out.shape[0], tile_count(x.shape[0], max_loras))](
         x,
         arena,
         a_ptrs,
@@ -241,21 +234,12 @@ def sgemm_a_triton(
         pair_row,
         num_segments,
         out,
-        min(num_tokens, max_loras),
-        out.stride(0) // out.stride(1),
-        triton.cdiv(triton.cdiv(in_features, block_k), split_k),
-        K=in_features,
+        K=x.shape[1],
         X_STRIDE=x.stride(0),
-        SHRUNK_STRIDE=out.stride(1),
-        MAX_RANK=max_rank,
-        MAX_LORAS=max_loras,
-        BLOCK_SEGMENTS=triton.next_power_of_2(max_loras),
-        ONE_TILE=num_tokens <= block_m,
-        BLOCK_M=block_m,
-        BLOCK_R=block_r,
-        BLOCK_K=block_k,
+        **arguments,
         num_warps=4,
         num_stages=3,
+        **dependent_launch(x.device),
     )
 
 
@@ -273,7 +257,7 @@ def sgemm_b_triton(
     slice_sizes: list[int],
     y: torch.Tensor,
 ) -> None:
-    """Expand: y[row, slice j] += scaling_j * (sum over splits of shrunk[:, p, j]) B_j^T.
+    """Expand: y[row, slice j] += scaling_j * (sum over splits of shrunk[:, row, j]) B_j^T.
 
     Writes `y` in place at row = pair_row[p] of each pair, slice j being slice_sizes[j] columns;
     other rows, and slices of rank 0, keep their bits. Everything in float32 and rounded once to
@@ -339,6 +323,7 @@ def sgemm_b_triton(
         BLOCK_R=block_r,
         num_warps=8 if block_m == 64 else 4,
         num_stages=1,
+        **dependent_launch(y.device),
     )
 
 
@@ -360,12 +345,12 @@ def sgemm_a_torch(
     its number of rows, which must not be how many neighbours share an adapter.
     """
     wide = x.float()  # [T, K]
-    tables = (lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
-    for pairs, rows, _, stacked, address, rank in walk_segments(a_ptrs, *tables):
+    tables = (lora_ranks, seg_indptr, weight_indices, pair_row.long(), num_segments)
+    for _, rows, _, stacked, address, rank in walk_segments(a_ptrs, *tables):
         a = weight_view(arena, address, rank, x.shape[1])  # [rank, K]
-        target = out[:, pairs, stacked * max_rank : stacked * max_rank + rank]
-        target[0] = (wide @ a.T).index_select(0, rows)
-        target[1:] = 0
+        target = out[:, :, stacked * max_rank : stacked * max_rank + rank]
+        target[0].index_copy_(0, rows, (wide @ a.T).index_select(0, rows))
+        target[1:].index_fill_(1, rows, 0)
 
 
 def sgemm_b_torch(
@@ -383,9 +368,7 @@ def sgemm_b_torch(
     y: torch.Tensor,
 ) -> None:
     """Torch twin of `sgemm_b_triton`; as in `sgemm_a_torch`, products take all T rows."""
-    total = int(seg_indptr[-1])
-    s = torch.zeros(shrunk.shape[1:], dtype=torch.float32, device=y.device)  # by row
-    s[pair_row[:total]] = shrunk[:, :total].sum(0)
+    s = shrunk.sum(0)  # of rows without a pair no more than what lay there
     delta = torch.full(y.shape, -0.0, dtype=torch.float32, device=y.device)  # -0.0 keeps y's bits
     tables = (lora_ranks, seg_indptr, weight_indices, pair_row.long(), num_segments)
     for _, rows, slot, stacked, address, rank in walk_segments(b_ptrs, *tables):

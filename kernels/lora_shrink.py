@@ -1,0 +1,108 @@
+"""A tile of x A^T: some pairs of one adapter slot, some of a slice's ranks, one split of K.
+
+Shared by the launches that shrink; knows segments and tables of addresses, not what else its
+launch computes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.dependent_launch import wait_for_inputs
+from kernels.lora_segments import as_weights, block_m_for, find_pairs
+
+
+@triton.jit
+def shrink_tile(
+    x,  # [T, K]
+    arena,
+    a_ptrs,
+    lora_ranks,
+    seg_indptr,
+    weight_indices,
+    pair_row,
+    num_segments,
+    shrunk,  # float32[splits, T, stack * MAX_RANK]
+    segments,
+    shrunk_rows,
+    blocks_per_split,
+    place,
+    split,
+    tile,
+    K: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    SHRUNK_STRIDE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`place` counts tiles of BLOCK_R ranks through the slices, `tile` those of BLOCK_P pairs
+    through the segments; splits take `blocks_per_split` blocks of BLOCK_A elements of K."""
+    rank_tiles: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
+    stacked = place // rank_tiles
+    first_rank = place % rank_tiles * BLOCK_R
+    wait_for_inputs(PDL)
+    slot, first, end = find_pairs(
+        seg_indptr, weight_indices, num_segments, segments, tile, BLOCK_P, BLOCK_SEGMENTS, ONE_TILE
+    )
+    # No early returns: a function that has them is not inlined.
+    if first < end:
+        entry = stacked * MAX_LORAS + slot
+        pairs = first + tl.arange(0, BLOCK_P)
+        # All of the tables in one wait, not one wait each.
+        rank = tl.load(lora_ranks + entry)
+        address = tl.load(a_ptrs + entry)
+        rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
+        if first_rank < rank:
+            a = as_weights(address, arena)
+            ranks = first_rank + tl.arange(0, BLOCK_R)
+            x_rows = x + rows[:, None] * X_STRIDE
+            a_rows = a + ranks[:, None] * K
+            first_k = split * blocks_per_split * BLOCK_A
+            last_k = tl.minimum(first_k + blocks_per_split * BLOCK_A, K)
+            acc = tl.zeros([BLOCK_P, BLOCK_R], tl.float32)
+            for start in range(first_k, last_k, BLOCK_A):
+                k = start + tl.arange(0, BLOCK_A)
+                x_mask, a_mask = (pairs < end)[:, None], (ranks < rank)[:, None]
+                if K % BLOCK_A != 0:
+                    x_mask, a_mask = x_mask & (k < K)[None, :], a_mask & (k < K)[None, :]
+                a_block = tl.load(a_rows + k[None, :], mask=a_mask, other=0.0)  # [BLOCK_R, BLOCK_A]
+                x_block = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)  # [BLOCK_P, BLOCK_A]
+                if x_block.dtype != a_block.dtype:
+                    x_block, a_block = x_block.to(tl.float32), a_block.to(tl.float32)
+                acc = tl.dot(x_block, tl.trans(a_block), acc, input_precision="ieee")
+            places = (split * shrunk_rows + rows) * SHRUNK_STRIDE + stacked * MAX_RANK
+            mask = (pairs < end)[:, None] & (ranks < rank)[None, :]
+            tl.store(shrunk + places[:, None] + ranks[None, :], acc, mask=mask)
+
+
+def shrink_arguments(
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    max_loras: int,
+    max_rank: int,
+    shrunk: torch.Tensor,
+) -> dict[str, int]:
+    """`shrink_tile`'s numbers and constexprs, but those that `x` gives any kernel (K, X_STRIDE)."""
+    num_tokens, in_features = x.shape
+    wide = x.dtype == torch.float32 or x.dtype != arena.dtype
+    block_p = block_m_for(num_tokens)
+    block_a = 32 if wide else 128 if block_p == 16 else 64
+    return {
+        "segments": min(num_tokens, max_loras),
+        "shrunk_rows": shrunk.stride(0) // shrunk.stride(1),
+        "blocks_per_split": triton.cdiv(triton.cdiv(in_features, block_a), shrunk.shape[0]),
+        "SHRUNK_STRIDE": shrunk.stride(1),
+        "MAX_RANK": max_rank,
+        "MAX_LORAS": max_loras,
+        "BLOCK_SEGMENTS": triton.next_power_of_2(max_loras),
+        "ONE_TILE": num_tokens <= block_p,
+        "BLOCK_P": block_p,
+        "BLOCK_R": min(64, max(16, triton.next_power_of_2(max_rank))),
+        "BLOCK_A": block_a,
+    }
