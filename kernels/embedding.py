@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.op import define_op
 
 _BLOCK = 1024  # columns a program
@@ -21,7 +22,9 @@ def _embed_kernel(
     VOCAB: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < HIDDEN
@@ -64,6 +67,7 @@ def embed_triton(
         HIDDEN=hidden,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
+        **dependent_launch(out.device),
     )
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.op import define_op
 from kernels.paged_attention import LOG2_E
 from kernels.paged_cache import (
@@ -102,7 +103,9 @@ def _extend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     # The last tile of queries sees the most keys, so it starts first.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -229,6 +232,7 @@ def extend_attention_triton(
         BLOCK_N=block_n,
         num_warps=num_warps,
         num_stages=num_stages,
+        **dependent_launch(q.device),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.moe_top_k import MAX_EXPERTS
 from kernels.op import define_op
 
@@ -97,7 +98,9 @@ def _moe_align_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_PADDING: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     own = tl.program_id(0)
     slot = tl.program_id(1)
     if adapter_enabled is not None:
@@ -200,6 +203,7 @@ def _launch(
         BLOCK_PADDING=triton.next_power_of_2(block_size_m),
         CHUNK=chunk,
         num_warps=8 if chunk == 4096 else 4,
+        **dependent_launch(topk_ids.device),
     )
 
 

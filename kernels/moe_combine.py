@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.op import define_op
 
 _BLOCK = 512  # columns a program: two warps of 16-byte loads, k of them in flight a thread
@@ -57,7 +58,9 @@ def _moe_combine_kernel(
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < HIDDEN
@@ -135,6 +138,7 @@ def moe_combine_triton(
         TOP_K=top_k,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
+        **dependent_launch(pairs.device),
     )
 
 

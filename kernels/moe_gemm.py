@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.moe_gemm_config import (
     BLOCK_SIZES_M,
     MoeGemmConfig,
@@ -51,7 +52,9 @@ def _moe_gemm_sorted_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     if GROUP_BLOCKS == 1:  # blocks without pairs come last and return at once
         block, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
@@ -120,7 +123,9 @@ def _moe_gemm_unsorted_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     pair = (tl.program_id(0) // tiles_n).to(tl.int64)
     expert = tl.load(topk_ids + pair).to(tl.int64)
@@ -200,6 +205,7 @@ def launch_moe_gemm(
         "PAIRS_PER_ROW": pairs_per_row,
         "BLOCK_N": config.block_n,
         "num_warps": config.num_warps,
+        **dependent_launch(x.device),
     }
     tiles_n = triton.cdiv(out_features, config.block_n)
     if sorted_token_ids is None or expert_ids is None:

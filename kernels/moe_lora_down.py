@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_combine import add_pair, add_shared, moe_combine_torch
 from kernels.moe_lora_down_delta import delta_by_pair, delta_of_pairs, delta_of_shared
@@ -58,7 +59,9 @@ def _moe_lora_down_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < HIDDEN
@@ -291,6 +294,7 @@ def moe_lora_down_triton(
         BLOCK_R=block_r,
         num_warps=4,
         maxnreg=72 if by_pair else 128,  # for the odd ranks' sake it would take more
+        **dependent_launch(down.device),
     )
 
 

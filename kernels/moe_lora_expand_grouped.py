@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import weight_view, weights_at
 from kernels.moe_lora_groups import (
     GROUP_TABLES,
@@ -65,7 +66,9 @@ def _expand_grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     stacked = (tl.program_id(0) >= tiles0).to(tl.int32)
     width = tl.where(stacked == 1, N1, N0)
@@ -213,6 +216,7 @@ def moe_lora_expand_grouped_triton(
         BLOCK_R=block_r,
         num_warps=8 if block_size_m == 128 else 4,
         num_stages=1,
+        **dependent_launch(y.device),
     )
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.activation import KINDS, activate, gated_activation_torch
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
@@ -104,7 +105,9 @@ def _moe_lora_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     pair = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < INTERMEDIATE
@@ -297,6 +300,7 @@ def moe_lora_gate_up_triton(
         WIDE=min(wide, ranks),
         num_warps=2 if block_n < 128 else 4,
         maxnreg=most_registers,
+        **dependent_launch(gate_up.device),
     )
 
 

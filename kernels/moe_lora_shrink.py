@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_lora_pairs import PAIR_TABLES, check_pairs, check_rows, walk_pairs
 from kernels.op import define_op
@@ -55,7 +56,9 @@ def _moe_lora_shrink_kernel(
     RANK_PROGRAMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     pair = tl.program_id(0)
     stacked = tl.program_id(1) // RANK_PROGRAMS
     first_rank = tl.program_id(1) % RANK_PROGRAMS * BLOCK_R
@@ -203,6 +206,7 @@ def moe_lora_shrink_triton(
         BLOCK_R=block_r,
         BLOCK_K=block_k,
         num_warps=4,
+        **dependent_launch(x.device),
     )
 
 

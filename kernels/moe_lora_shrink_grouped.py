@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_lora_groups import (
     GROUP_TABLES,
@@ -124,7 +125,9 @@ def _shrink_grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     first_rank = tl.program_id(0) * BLOCK_R
     ranks = first_rank + tl.arange(0, BLOCK_R)
     split = tl.program_id(1)
@@ -280,6 +283,7 @@ def moe_lora_shrink_grouped_triton(
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=3,
+        **dependent_launch(x.device),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import weight_view, weights_at
 from kernels.moe_router_logits import add_product, router_delta
 from kernels.moe_top_k import MAX_EXPERTS, store_top_k, top_k_torch
@@ -96,7 +97,9 @@ def _moe_route_kernel(
     LORA_BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     tile = tl.arange(0, BLOCK_M)
     rows = tl.program_id(0) * ROWS + tile
     written = (tile < ROWS) & (rows < num_rows)
@@ -301,6 +304,7 @@ def moe_route_triton(
         BLOCK_TOP_K=triton.next_power_of_2(topk_ids.shape[1]),
         num_warps=8 if block_m * block_e > 64 * 128 else 4,
         num_stages=4 if block_m == 16 else 3,
+        **dependent_launch(x.device),
     )
 
 

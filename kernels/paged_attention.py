@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.op import define_op
 from kernels.paged_cache import (
     cached_range,
@@ -70,6 +71,7 @@ def _split_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Heads run fastest: those of one token lie side by side in memory.
     kv_head = tl.program_id(0)
@@ -80,6 +82,15 @@ def _split_kernel(
     start, first, end, split_tiles = _split_plan(seq_len, window, num_splits, BLOCK_N, MIN_TILES)
     low = first + split * split_tiles
     high = tl.minimum(low + split_tiles, end)
+    request = tl.load(row_request_ptr + row)
+    table_ptr = tables_ptr + request.to(tl.int64) * table_stride
+    # Pages are looked up two tiles ahead and turned into offsets one ahead: looked up where they
+    # are used, every prefetch of keys would first wait for its pages. Which pages is known since
+    # the step began, so the first are under way before the newest key is written.
+    positions = low * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_pages = load_pages(table_ptr, positions, seq_len, PAGE_SIZE)
+    pages = load_pages(table_ptr, positions + BLOCK_N, seq_len, PAGE_SIZE)
+    wait_for_inputs(PDL)
     if not DIRECT:  # noqa: SIM102 - one is decided by the compiler, the other on the device
         if low >= high:
             return
@@ -92,19 +103,12 @@ def _split_kernel(
     row_mask = head_mask[:, None] & dim_mask[None, :]
     q = tl.load(q_ptr + row.to(tl.int64) * q_stride + columns, mask=row_mask, other=0.0)
 
-    request = tl.load(row_request_ptr + row)
-    table_ptr = tables_ptr + request.to(tl.int64) * table_stride
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    # Pages are looked up two tiles ahead and turned into offsets one ahead: looked up where they
-    # are used, every prefetch of keys would first wait for its pages.
-    positions = low * BLOCK_N + tl.arange(0, BLOCK_N)
-    pages = load_pages(table_ptr, positions, seq_len, PAGE_SIZE)
-    tokens = token_offsets(pages, positions, page_stride, slot_stride, PAGE_SIZE)
-    pages = load_pages(table_ptr, positions + BLOCK_N, seq_len, PAGE_SIZE)
+    tokens = token_offsets(first_pages, positions, page_stride, slot_stride, PAGE_SIZE)
     for tile in range(low, high):
         positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         held = (positions >= start) & (positions < seq_len)
@@ -151,10 +155,12 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + row)
+    wait_for_inputs(PDL)
     _, first, end, split_tiles = _split_plan(seq_len, window, num_splits, BLOCK_N, MIN_TILES)
     # Splits from here on were never written in this step: they hold what an older one left.
     filled = tl.cdiv(end - first, split_tiles)
@@ -204,6 +210,8 @@ def paged_attention_triton(
     block_tables[row_request[b], p // page_size]. row_request, seq_lens int32 [B]: keys at
     positions below seq_lens[b] count (the row's own token is the last), and with window > 0
     only the last `window` of them. A row without keys gives zeros.
+    Tables, requests and lengths are read before the kernel ahead is complete
+    (`kernels.dependent_launch`): what wrote them last was launched before that one.
 
     Written in place: out [B, Hq * D] of q's dtype (float32, float16 or bfloat16), and with S
     splits > 1 the workspaces partial_out float32 [B, Hq, S, D] and partial_lse float32
@@ -258,6 +266,7 @@ def paged_attention_triton(
         MIN_TILES=min_tiles,
         num_warps=4,
         num_stages=3,
+        **dependent_launch(q.device),
     )
     if num_splits == 1:
         return
@@ -277,6 +286,7 @@ def paged_attention_triton(
         BLOCK_N=block_n,
         MIN_TILES=min_tiles,
         num_warps=4,
+        **dependent_launch(q.device),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.op import define_op
 
 
@@ -30,7 +31,9 @@ def _gather_step_inputs_kernel(
     num_logprobs_stride,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_batch = rows < num_rows
     request = tl.load(row_request + rows, mask=in_batch, other=0)
@@ -102,6 +105,7 @@ def gather_step_inputs_triton(
         PAGE_SIZE=page_size,
         BLOCK=block,
         num_warps=1,
+        **dependent_launch(row_request.device),
     )
 
 

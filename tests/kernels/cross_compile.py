@@ -2,7 +2,7 @@
 
 `compile_launches` runs a launcher on CPU tensors with Triton's launch intercepted: each kernel
 it would start is compiled to machine code for every target with the very arguments, constexprs
-and options of that launch.
+and options of that launch. Only PDL is what `dependent_launch` gives on that target.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 TARGETS = (80, 90, 100)
+_FIRST_WITH_PDL = 90
 
 _POINTER = {
     torch.float32: "*fp32",
@@ -45,7 +46,15 @@ def compile_launches(launcher: Callable[..., None], *args, **kwargs) -> int:
 
     Returns how many kernels were launched; raises what the compiler raises.
     """
-    launches = []
+    compiled = compile_each(launcher, *args, **kwargs)
+    return len(compiled) // len(TARGETS)
+
+
+def compile_each(
+    launcher: Callable[..., None], *args, **kwargs
+) -> list[tuple[int, CompiledKernel]]:
+    """The same: (target, compiled kernel) of every launch, launch by launch."""
+    launches, results = [], []
 
     def record(self, *launch_args, grid, warmup, **launch_kwargs):
         launches.append((self, launch_args, launch_kwargs))
@@ -67,9 +76,13 @@ def compile_launches(launcher: Callable[..., None], *args, **kwargs) -> int:
             else:
                 signature[parameter.name] = _signature_of(value)
         for capability in TARGETS:
+            if "PDL" in constexprs:
+                constexprs["PDL"] = capability >= _FIRST_WITH_PDL
+                options["launch_pdl"] = capability >= _FIRST_WITH_PDL
             source = ASTSource(fn=kernel, signature=dict(signature), constexprs=dict(constexprs))
             compiled = triton.compile(
                 source, target=GPUTarget("cuda", capability, 32), options=options
             )
             assert compiled.asm["cubin"], kernel
-    return len(launches)
+            results.append((capability, compiled))
+    return results
