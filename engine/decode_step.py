@@ -125,12 +125,13 @@ def draw(
         ws.scratch,
         ws.sampling_partials,
         outputs.sampled,
-        outputs.logsumexp,
+        outputs.normalizer,
     )
     logprobs(
         ws.logits,
         outputs.sampled,
         row_num_logprobs,
+        outputs.normalizer,
         outputs.target_logprob,
         outputs.top_values,
         outputs.top_ids,

@@ -177,6 +177,7 @@ class Prefill:
                 ws.logits[:rows],
                 torch.tensor(ids, dtype=torch.int32, device=device),
                 torch.full((rows,), count, dtype=torch.int32, device=device),
+                None,
                 outputs.target_logprob,
                 outputs.top_values,
                 outputs.top_ids,

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.log_normalizer import finite_or_zero, log_normalizer_torch
 from kernels.logit_adjustment import adjust_logits, adjust_logits_torch
 from kernels.op import define_op
 from kernels.random import gumbel_block
@@ -65,11 +67,6 @@ def sampling_partials_shape(batch_size: int, vocab_size: int) -> tuple[int, int]
 
 
 @triton.jit
-def _finite_or_zero(value):
-    return tl.where(tl.abs(value) == float("inf"), 0.0, value)
-
-
-@triton.jit
 def _sample_chunks_kernel(
     logits,
     logits_stride,
@@ -86,7 +83,9 @@ def _sample_chunks_kernel(
     dummy_request,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = tl.load(row_request + row).to(tl.int64)
     if request == dummy_request:
@@ -102,7 +101,7 @@ def _sample_chunks_kernel(
     chunks = tl.num_programs(1)
     raw_max = tl.max(tl.where(raw == raw, raw, -float("inf")))  # a NaN reaches the sum below
     tl.store(partials + _RAW_MAX * chunks, raw_max)
-    tl.store(partials + _RAW_SUM * chunks, tl.sum(tl.exp(raw - _finite_or_zero(raw_max))))
+    tl.store(partials + _RAW_SUM * chunks, tl.sum(tl.exp(raw - finite_or_zero(raw_max))))
 
     next_position = tl.load(positions + request) + 1
     scores = adjust_logits(
@@ -145,19 +144,22 @@ def _sample_rows_kernel(
     partials,
     partials_stride,
     sampled,
-    logsumexp,
+    normalizer,
     dummy_request,
     chunks,
     VOCAB: tl.constexpr,
     SLOTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(row_request + row).to(tl.int64)
     if request == dummy_request:
         tl.store(sampled + row, 0)
-        tl.store(logsumexp + row, 0.0)
+        tl.store(normalizer + 2 * row, 0.0)
+        tl.store(normalizer + 2 * row + 1, 0.0)
         return
     floats = sampling_floats + request * K_NUM_COLUMNS
     ints = sampling_ints + request * K_NUM_COLUMNS
@@ -167,11 +169,12 @@ def _sample_rows_kernel(
 
     raw_max = tl.load(partials + _RAW_MAX * chunks + slots, mask=have, other=-float("inf"))
     raw_sum = tl.load(partials + _RAW_SUM * chunks + slots, mask=have, other=0.0)
-    shift = _finite_or_zero(tl.max(raw_max))
+    shift = finite_or_zero(tl.max(raw_max))
     scale = tl.where(
-        raw_max == -float("inf"), 1.0, tl.exp(tl.minimum(_finite_or_zero(raw_max) - shift, 0.0))
+        raw_max == -float("inf"), 1.0, tl.exp(tl.minimum(finite_or_zero(raw_max) - shift, 0.0))
     )
-    tl.store(logsumexp + row, tl.log(tl.sum(raw_sum * scale)) + shift)
+    tl.store(normalizer + 2 * row, shift)
+    tl.store(normalizer + 2 * row + 1, tl.log(tl.sum(raw_sum * scale)))
 
     best = tl.load(partials + _BEST * chunks + slots, mask=have, other=-float("inf"))
     top, lane = tl.max(best, axis=0, return_indices=True)
@@ -217,17 +220,17 @@ def sample_triton(
     scratch: torch.Tensor,
     partials: torch.Tensor,
     sampled: torch.Tensor,
-    logsumexp: torch.Tensor,
+    normalizer: torch.Tensor,
 ) -> None:
     """Choose and record the next token of every row.
 
     logits: [B, V], any float dtype, any row stride. row_request: int32 [B], a request slot below
-    R; rows of the dummy (R - 1) get token 0 and logsumexp 0, and touch no table.
+    R; rows of the dummy (R - 1) get token 0 and normalizer 0, and touch no table.
     sampling_floats, sampling_ints, token_state, logit_bias (float32 [R, V]): see
     `kernels.sampling_tables`. seeds: int64 [R]. last_token, positions: int32 [R], the newest
     token and its position. scratch: float32 [B, V] and partials: float32
-    `sampling_partials_shape(B, V)`, workspaces. sampled: int32 [B]. logsumexp: float32 [B], of
-    the raw logits.
+    `sampling_partials_shape(B, V)`, workspaces. sampled: int32 [B]. normalizer: float32 [B, 2],
+    shift and log_sum of the raw logits (`kernels.log_normalizer`).
 
     Per row, at position = positions[request] + 1:
 
@@ -261,7 +264,7 @@ def sample_triton(
         ("scratch", scratch, torch.float32, (batch_size, vocab)),
         ("partials", partials, torch.float32, sampling_partials_shape(batch_size, vocab)),
         ("sampled", sampled, torch.int32, (batch_size,)),
-        ("logsumexp", logsumexp, torch.float32, (batch_size,)),
+        ("normalizer", normalizer, torch.float32, (batch_size, 2)),
     ):
         assert tensor.dtype == dtype, f"{name} is {dtype}, not {tensor.dtype}"
         assert tensor.shape == shape, f"{name} is {list(shape)}, not {list(tensor.shape)}"
@@ -283,6 +286,7 @@ def sample_triton(
         VOCAB=vocab,
         CHUNK=CHUNK,
         num_warps=4,
+        **dependent_launch(logits.device),
     )
     _sample_rows_kernel[(batch_size,)](
         row_request,
@@ -296,7 +300,7 @@ def sample_triton(
         partials,
         partials.stride(0),
         sampled,
-        logsumexp,
+        normalizer,
         requests - 1,
         chunks,
         VOCAB=vocab,
@@ -304,6 +308,7 @@ def sample_triton(
         CANDIDATES=CANDIDATES,
         BLOCK=BLOCK,
         num_warps=32,
+        **dependent_launch(logits.device),
     )
 
 
@@ -320,14 +325,14 @@ def sample_torch(
     scratch: torch.Tensor,
     partials: torch.Tensor,
     sampled: torch.Tensor,
-    logsumexp: torch.Tensor,
+    normalizer: torch.Tensor,
 ) -> None:
     """Twin of `sample_triton`; draws noise for kept tokens only, and leaves workspaces alone."""
     rows = logits.float()
-    logsumexp.copy_(torch.logsumexp(rows, dim=1))
+    normalizer.copy_(log_normalizer_torch(rows))
     for row, request in enumerate(row_request.tolist()):
         if request == len(seeds) - 1:
-            sampled[row], logsumexp[row] = 0, 0.0
+            sampled[row], normalizer[row] = 0, 0.0
             continue
         floats, ints = sampling_floats[request].tolist(), sampling_ints[request].tolist()
         next_position = int(positions[request]) + 1
@@ -363,6 +368,6 @@ sample = define_op(
         "scratch",
         "partials",
         "sampled",
-        "logsumexp",
+        "normalizer",
     ),
 )

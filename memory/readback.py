@@ -76,7 +76,7 @@ class ReadbackRing:
             slot.top_values[:rows].copy_(outputs.top_values[:rows], non_blocking=True)
         if slot.event is not None:
             slot.event.record()
-        return Readback(slot, rows, chosen_line(len(outputs.logsumexp)), with_top)
+        return Readback(slot, rows, chosen_line(len(outputs.normalizer)), with_top)
 
     def _unused_slot(self) -> _Slot:
         slot = next((slot for slot in self._slots if not slot.unread), None)

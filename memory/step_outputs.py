@@ -18,22 +18,22 @@ class StepOutputs:
     """`chosen` int32, flat: the `sampled` ids of B rows, then from `chosen_line(B)` on the bits
     of their `target_logprob` float32.
 
-    `logsumexp` float32 [B] of the raw logits; `top_values` float32 and `top_ids` int32 [B, 20]
-    are filled for rows that ask for them.
+    `normalizer` float32 [B, 2] (see `kernels.log_normalizer`) stays on the device; `top_values`
+    float32 and `top_ids` int32 [B, 20] are filled for rows that ask for them.
     """
 
     chosen: torch.Tensor
-    logsumexp: torch.Tensor
+    normalizer: torch.Tensor
     top_values: torch.Tensor
     top_ids: torch.Tensor
 
     @property
     def sampled(self) -> torch.Tensor:
-        return self.chosen[: len(self.logsumexp)]
+        return self.chosen[: len(self.normalizer)]
 
     @property
     def target_logprob(self) -> torch.Tensor:
-        rows = len(self.logsumexp)
+        rows = len(self.normalizer)
         return self.chosen[chosen_line(rows) :][:rows].view(torch.float32)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -44,7 +44,7 @@ class StepOutputs:
         chosen = torch.zeros(2 * chosen_line(rows), dtype=torch.int32, device=device)
         return cls(
             chosen=chosen,
-            logsumexp=torch.zeros(rows, dtype=torch.float32, device=device),
+            normalizer=torch.zeros(rows, 2, dtype=torch.float32, device=device),
             top_values=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.float32, device=device),
             top_ids=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.int32, device=device),
         )
@@ -53,7 +53,7 @@ class StepOutputs:
         """The same memory for a smaller batch, whose values lie elsewhere in it."""
         return StepOutputs(
             self.chosen[: 2 * chosen_line(rows)],
-            self.logsumexp[:rows],
+            self.normalizer[:rows],
             self.top_values[:rows],
             self.top_ids[:rows],
         )

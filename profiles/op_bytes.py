@@ -169,11 +169,11 @@ def sample(
     token_state: Tensor,
     logit_bias: Tensor,
     sampled: Tensor,
-    logsumexp: Tensor,
+    normalizer: Tensor,
     **_: Any,
 ) -> int:
     """The logits once, and the tables over the vocabulary of requests that use them."""
-    total = size(logits, row_request, sampled, logsumexp)
+    total = size(logits, row_request, sampled, normalizer)
     for flags in sampling_ints[row_request.long(), FLAGS].tolist():
         total += size(token_state[0]) if flags & USES_TOKEN_STATE else 0
         total += size(logit_bias[0]) if flags & USES_LOGIT_BIAS else 0
@@ -184,12 +184,17 @@ def logprobs(
     logits: Tensor,
     targets: Tensor,
     num_logprobs: Tensor,
+    normalizer: Tensor | None,
     target_logprob: Tensor,
     top_values: Tensor,
     top_ids: Tensor,
     **_: Any,
 ) -> int:
-    return size(logits, targets, num_logprobs, target_logprob, top_values, top_ids)
+    """A row's logits where they are still to be summed or searched, else the target's alone."""
+    rows, vocab = logits.shape
+    whole = rows if normalizer is None else int((num_logprobs > 0).sum())
+    read = (whole * vocab + rows - whole) * logits.element_size()
+    return read + size(targets, num_logprobs, normalizer, target_logprob, top_values, top_ids)
 
 
 def _cached(keys: list[int], k_cache: Tensor) -> int:

@@ -1,10 +1,13 @@
 """Log-probabilities: kernel against twin, twin against log_softmax and a stable sort."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from kernels import logprobs as module
+from kernels.log_normalizer import log_normalizer_torch
 from kernels.logprobs import MAX_LOGPROBS, logprobs, logprobs_torch, logprobs_triton
 from tests.kernels.cross_compile import compile_launches
 
@@ -53,14 +56,27 @@ def test_kernel_matches_twin(kernel_device, monkeypatch, vocab, dtype, block):
     rows = _rows(vocab, dtype)
     targets, number = _requests(rows)
     expected = _outputs(len(rows))
-    logprobs_torch(rows, targets, number, *expected)
-    actual = _outputs(len(rows), kernel_device)
-    logprobs_triton(
-        rows.to(kernel_device), targets.to(kernel_device), number.to(kernel_device), *actual
-    )
-    for mine, twins in zip(actual[:2], expected[:2], strict=True):
-        assert_close(mine.cpu(), twins, rtol=2e-6, atol=2e-6, equal_nan=True)
-    assert torch.equal(actual[2].cpu(), expected[2])
+    logprobs_torch(rows, targets, number, None, *expected)
+    for normalizer in (None, log_normalizer_torch(rows.float()).to(kernel_device)):
+        actual = _outputs(len(rows), kernel_device)
+        inputs = (part.to(kernel_device) for part in (rows, targets, number))
+        logprobs_triton(*inputs, normalizer, *actual)
+        for mine, twins in zip(actual[:2], expected[:2], strict=True):
+            assert_close(mine.cpu(), twins, rtol=2e-6, atol=2e-6, equal_nan=True)
+        assert torch.equal(actual[2].cpu(), expected[2])
+
+
+@pytest.mark.kernel
+def test_kernel_takes_the_normalizer_it_is_given(kernel_device):
+    rows = _rows(515, torch.float32)[:2].to(kernel_device)
+    rows[:, 0], rows[:, 1] = 1.0, torch.nan  # a row that is summed again would give NaN
+    targets = torch.zeros(2, dtype=torch.int32, device=kernel_device)
+    normalizer = torch.tensor([[0.25, 2.0], [1.0, 1e-6]], device=kernel_device)
+    for asked in (-1, 1):
+        target_logprob, top_values, top_ids = _outputs(2, kernel_device)
+        number = torch.full_like(targets, asked)
+        logprobs_triton(rows, targets, number, normalizer, target_logprob, top_values, top_ids)
+        assert target_logprob.tolist() == [-1.25, pytest.approx(-1e-6, rel=1e-6)]
 
 
 @pytest.mark.kernel
@@ -68,8 +84,8 @@ def test_row_does_not_depend_on_its_neighbours(kernel_device):
     rows = _rows(515, torch.float32)[: len(NUM_LOGPROBS)].to(kernel_device)
     targets, number = (part[: len(rows)].to(kernel_device) for part in _requests(rows))
     batch, alone = _outputs(len(rows), kernel_device), _outputs(1, kernel_device)
-    logprobs_triton(rows, targets, number, *batch)
-    logprobs_triton(rows[4:5], targets[4:5], number[4:5], *alone)
+    logprobs_triton(rows, targets, number, None, *batch)
+    logprobs_triton(rows[4:5], targets[4:5], number[4:5], None, *alone)
     for together, single in zip(batch, alone, strict=True):
         assert torch.equal(together[4], single[0])
 
@@ -79,7 +95,7 @@ def test_twin_matches_log_softmax_and_a_sort(vocab, dtype):
     rows = _rows(vocab, dtype)
     targets, number = _requests(rows)
     target_logprob, top_values, top_ids = _outputs(len(rows))
-    logprobs(rows, targets, number, target_logprob, top_values, top_ids)
+    logprobs(rows, targets, number, None, target_logprob, top_values, top_ids)
     reference = torch.log_softmax(rows.double(), dim=1)
     for row, (target, asked) in enumerate(zip(targets.tolist(), number.tolist(), strict=True)):
         if rows[row].isnan().any():
@@ -108,8 +124,25 @@ def _sorted_ids(values: torch.Tensor) -> list[int]:
     return sorted(range(len(listed)), key=lambda token: (-listed[token], token))
 
 
+@pytest.mark.kernel
+def test_likely_tokens_keep_their_logprobs(kernel_device):
+    """1000 tokens of 1e-9 each beside one that holds the rest, far from zero."""
+    rows = torch.full((1, 1001), 1e4 + math.log(1e-9))
+    rows[0, 7] = 1e4
+    exact = torch.log_softmax(rows.double(), 1)[0, 7].item()
+    assert exact == pytest.approx(-1e-6, rel=0.1)
+    rows = rows.to(kernel_device)
+    target = torch.full((1,), 7, dtype=torch.int32, device=kernel_device)
+    for normalizer in (None, log_normalizer_torch(rows)):
+        outputs = _outputs(1, kernel_device)
+        logprobs_triton(rows, target, target * 0, normalizer, *outputs)
+        assert outputs[0].item() == pytest.approx(exact, abs=2e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_compiles(dtype):
     rows = torch.empty(2, 128256, dtype=dtype)
     targets = torch.zeros(2, dtype=torch.int32)
-    assert compile_launches(logprobs_triton, rows, targets, targets, *_outputs(2)) == 1
+    for normalizer in (None, torch.zeros(2, 2)):
+        arguments = (rows, targets, targets, normalizer, *_outputs(2))
+        assert compile_launches(logprobs_triton, *arguments) == 1

@@ -106,21 +106,21 @@ class Tables:
         return Tables(*(tensor.to(device, copy=True) for tensor in tensors))
 
     def apply(self, op, logits, row_request) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs `op` on these tables; returns sampled and logsumexp."""
+        """Runs `op` on these tables; returns sampled and normalizer."""
         batch_size, vocab = logits.shape
         device = logits.device
         sampled = torch.full((batch_size,), -9, dtype=torch.int32, device=device)
-        logsumexp, scratch, partials = (
+        normalizer, scratch, partials = (
             torch.full(shape, torch.nan, device=device)
             for shape in (
-                (batch_size,),
+                (batch_size, 2),
                 (batch_size, vocab),
                 sampling_partials_shape(batch_size, vocab),
             )
         )
         arguments = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        op(logits, row_request, *arguments, scratch, partials, sampled, logsumexp)
-        return sampled, logsumexp
+        op(logits, row_request, *arguments, scratch, partials, sampled, normalizer)
+        return sampled, normalizer
 
 
 def _logits(batch_size: int, vocab: int, dtype=torch.float32, scale=3.0) -> torch.Tensor:
@@ -152,9 +152,9 @@ def _assert_kernel_matches_twin(tables: Tables, logits, row_request, device) -> 
     Logarithms and divisions of the two round apart by some 1e-6 of scores below 30.
     """
     before, on_device = tables.copy_to("cpu"), tables.copy_to(device)
-    sampled, logsumexp = on_device.apply(sample_triton, logits.to(device), row_request.to(device))
-    twin_sampled, twin_logsumexp = tables.apply(sample_torch, logits, row_request)
-    assert_close(logsumexp.cpu(), twin_logsumexp, rtol=2e-6, atol=2e-6, equal_nan=True)
+    sampled, normalizer = on_device.apply(sample_triton, logits.to(device), row_request.to(device))
+    twin_sampled, twin_normalizer = tables.apply(sample_torch, logits, row_request)
+    assert_close(normalizer.cpu(), twin_normalizer, rtol=2e-6, atol=2e-6, equal_nan=True)
     after = on_device.copy_to("cpu")
     for row, request in enumerate(row_request.tolist()):
         token, expected = int(sampled[row]), int(twin_sampled[row])
@@ -234,7 +234,7 @@ def test_row_depends_neither_on_neighbours_nor_on_its_index(kernel_device, monke
             sample_triton, logits[row : row + 1], requests[row : row + 1]
         )
         for batch, single in zip(together, alone, strict=True):
-            assert batch[row] == single[0]
+            assert torch.equal(batch[row], single[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -327,10 +327,12 @@ def test_twin_records_the_token_and_spares_the_dummy():
     tables = Tables.build([({TEMPERATURE: 0.0}, {FLAGS: USES_TOKEN_STATE}), ({}, {})], vocab)
     before = tables.copy_to("cpu")
     logits = _logits(3, vocab)
-    sampled, logsumexp = tables.apply(sample, logits, torch.tensor([2, 0, 2], dtype=torch.int32))
+    sampled, normalizer = tables.apply(sample, logits, torch.tensor([2, 0, 2], dtype=torch.int32))
     token = int(sampled[1])
     assert sampled[[0, 2]].tolist() == [0, 0]
-    assert_close(logsumexp[1], torch.logsumexp(logits[1], 0))
+    assert_close(normalizer[1].sum(), torch.logsumexp(logits[1], 0))
+    assert normalizer[1, 0] == logits[1].max()
+    assert not normalizer[[0, 2]].any()
     before.last_token[0] = token
     before.positions[0] += 1
     before.token_state[0, token] += COUNT_UNIT

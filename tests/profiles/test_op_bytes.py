@@ -83,9 +83,21 @@ def test_sampling_reads_large_tables_of_requests_that_use_them():
     sampling_ints = torch.zeros(3, NUM_COLUMNS, dtype=torch.int32)
     sampling_ints[1, FLAGS] = USES_TOKEN_STATE | USES_LOGIT_BIAS
     state, bias = torch.zeros(3, 50, dtype=torch.int32), torch.zeros(3, 50)
-    tables = (sampling_ints, state, bias, ints(0, 0), torch.zeros(2))
-    assert op_bytes.sample(bf16(2, 50), ints(0, 2), *tables) == 200 + 8 + 8 + 8
-    assert op_bytes.sample(bf16(2, 50), ints(0, 1), *tables) == 200 + 24 + 2 * 200
+    tables = (sampling_ints, state, bias, ints(0, 0), torch.zeros(2, 2))
+    assert op_bytes.sample(bf16(2, 50), ints(0, 2), *tables) == 200 + 8 + 8 + 16
+    assert op_bytes.sample(bf16(2, 50), ints(0, 1), *tables) == 200 + 32 + 2 * 200
+
+
+def test_logprobs_read_whole_rows_only_where_asked():
+    normalizer, outputs = (
+        torch.zeros(2, 2),
+        (torch.zeros(2), torch.zeros(2, 20), torch.zeros(2, 20)),
+    )
+    written = 2 * 4 + 2 * 2 * 20 * 4
+    rows, asked = (bf16(2, 50), ints(3, 4)), ints(-1, 5)
+    assert op_bytes.logprobs(*rows, asked, None, *outputs) == 200 + 16 + written
+    assert op_bytes.logprobs(*rows, asked, normalizer, *outputs) == 102 + 16 + 16 + written
+    assert op_bytes.logprobs(*rows, ints(-1, 0), normalizer, *outputs) == 4 + 16 + 16 + written
 
 
 def test_experts_count_where_some_row_chose_them():
