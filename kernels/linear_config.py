@@ -1,0 +1,112 @@
+"""How the product with a base weight is computed: by an own kernel, and in which tiles, or by the
+vendor's library.
+
+`linear_config` alone decides, from shapes, dtype and device; a choice that is measured on the
+card in hand would take its place. Few rows are bound by reading the weight: what counts is how
+many bytes are in flight and how evenly tiles fill the card. Above `MAX_ROWS` the library is the
+faster one.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+
+MAX_ROWS = 64
+BLOCK_N, BLOCK_K, NUM_WARPS = 64, 128, 4
+MIN_SPLIT_K = 1024
+VECTOR = 8  # 16-bit elements in 16 bytes
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """How one launch is tiled. It takes up to block_m rows; of its bits only tiles and splits
+    decide.
+
+    splits: so many programs share a tile's K where the result may be left in partials.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bound on the shared memory of the pipelined loads of 16-bit elements."""
+        return (self.block_n + self.block_m) * self.block_k * 2 * self.num_stages
+
+
+@dataclass(frozen=True)
+class Card:
+    """What of a GPU decides tiles: its multiprocessors, and the shared memory a block may take."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+
+    def fitted(self, config: LinearConfig, programs: int) -> LinearConfig:
+        """`config` with as many of its stages as let `programs` of it, one or two for each
+        multiprocessor, run at once; same bits."""
+        share = self.shared_bytes
+        if programs > self.multiprocessors:
+            share = (share - 1024) // 2  # a block takes 1 KiB for itself
+        stages = share // replace(config, num_stages=1).shared_bytes
+        return replace(config, num_stages=max(1, min(config.num_stages, stages)))
+
+
+H200 = Card((9, 0), 132, 227 * 1024)
+
+
+@cache
+def card(device: torch.device) -> Card:
+    """`device`'s numbers; an H200's without CUDA, so that its tiles can be tried on any machine."""
+    if device.type != "cuda":
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Card((properties.major, properties.minor), properties.multi_processor_count, shared)
+
+
+def tiles_for(
+    num_tokens: int, out_features: int, in_features: int, card: Card
+) -> LinearConfig | None:
+    """The own kernel's tiles of 16-bit products on `card`; None where the library is faster.
+
+    Splits: programs for most multiprocessors, each with K enough to fill its pipeline. Stages:
+    deep where a multiprocessor has a tile or two; where many follow one another their loads
+    overlap anyway. Measured on an H200 at 1, 8 and 32 rows, N from 2048 to 128256.
+    """
+    if card.capability < (9, 0) or num_tokens > MAX_ROWS or in_features % VECTOR:
+        return None
+    tiles = triton.cdiv(out_features, BLOCK_N)
+    filled = tiles / card.multiprocessors
+    splits = 1 if filled >= 0.6 else 2 if filled >= 0.36 else 4
+    while splits > 1 and (in_features % (splits * BLOCK_K) or in_features < splits * MIN_SPLIT_K):
+        splits //= 2
+    stages = 5 if filled <= 2 else 4 if filled <= 8 else 3
+    block_m = max(16, triton.next_power_of_2(num_tokens))
+    config = LinearConfig(block_m, BLOCK_N, BLOCK_K, NUM_WARPS, stages, splits)
+    return card.fitted(config, tiles * splits)
+
+
+@cache
+def linear_config(
+    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> LinearConfig | None:
+    """The own kernel's configuration for x [num_tokens, in_features] and W [out_features,
+    in_features], or None for the library. Without CUDA as on an H200."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return tiles_for(num_tokens, out_features, in_features, card(device))
+
+
+def linear_splits(
+    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """How many partials to give `linear` to write where what reads them can sum them; 1: none."""
+    config = linear_config(num_tokens, out_features, in_features, dtype, device)
+    return 1 if config is None else config.splits

@@ -1,0 +1,240 @@
+"""The product with a base weight and, in the same launch, x A^T of the rows that have adapters.
+
+The shrink is a few small programs beside the product's many: as a launch of its own it would cost
+more in starting than in reading. Tiles are `linear`'s and `sgemm_a`'s own, so each result has the
+bits that its op alone gives.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.dependent_launch import dependent_launch
+from kernels.linear import (
+    check_linear,
+    linear_tile,
+    linear_torch,
+    rows_a_split,
+    splits_of,
+    tile_arguments,
+)
+from kernels.linear_config import LinearConfig, card, linear_config
+from kernels.lora_segments import TABLES, check_segments, tile_count
+from kernels.lora_shrink import shrink_arguments, shrink_tile
+from kernels.op import define_op
+from kernels.sgemm import sgemm_a_torch
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "split_rows",
+        "segments",
+        "shrunk_rows",
+        "blocks_per_split",
+        "shrunk_splits",
+    ],
+    do_not_specialize_on_alignment=TABLES,
+)
+def _linear_shrink_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    arena,
+    a_ptrs,
+    lora_ranks,
+    seg_indptr,
+    weight_indices,
+    pair_row,
+    num_segments,
+    shrunk,
+    num_tokens,
+    split_rows,
+    segments,
+    shrunk_rows,
+    blocks_per_split,
+    shrunk_splits,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHRINK_FIRST: tl.constexpr,
+    SHRUNK_STRIDE: tl.constexpr,
+    STACK: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    products: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * SPLITS
+    places: tl.constexpr = STACK * ((MAX_RANK + BLOCK_R - 1) // BLOCK_R)
+    product, shrink = tl.program_id(0), tl.program_id(0) - products
+    if SHRINK_FIRST:
+        shrink = tl.program_id(0)
+        product = shrink - (tl.num_programs(0) - products)
+        shrinks = product < 0
+    else:
+        shrinks = shrink >= 0
+    if shrinks:
+        shrink_tile(
+            x,
+            arena,
+            a_ptrs,
+            lora_ranks,
+            seg_indptr,
+            weight_indices,
+            pair_row,
+            num_segments,
+            shrunk,
+            segments,
+            shrunk_rows,
+            blocks_per_split,
+            shrink % places,
+            shrink // places % shrunk_splits,
+            shrink // places // shrunk_splits,
+            K,
+            X_STRIDE,
+            SHRUNK_STRIDE,
+            MAX_RANK,
+            MAX_LORAS,
+            BLOCK_SEGMENTS,
+            ONE_TILE,
+            BLOCK_P,
+            BLOCK_R,
+            BLOCK_A,
+            PDL,
+        )
+    else:
+        linear_tile(
+            x,
+            weight,
+            bias,
+            out,
+            num_tokens,
+            split_rows,
+            product,
+            N,
+            K,
+            X_STRIDE,
+            WEIGHT_STRIDE,
+            OUT_STRIDE,
+            SPLITS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            PDL,
+        )
+
+
+def launch_linear_shrink(
+    config: LinearConfig,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    arena: torch.Tensor,
+    a_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor,
+    pair_row: torch.Tensor,
+    num_segments: torch.Tensor,
+    max_rank: int,
+    shrunk: torch.Tensor,
+) -> None:
+    """`linear_shrink_triton` in a given configuration.
+
+    Where everything runs at once the product's programs come first, as the longer ones; otherwise
+    the shrinking ones do, so that none is left for the end.
+    """
+    check_linear(x, weight, bias, out)
+    tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
+    check_segments(x, arena, *tables, max_rank, shrunk)
+    assert x.shape[0] <= config.block_m, f"{x.shape[0]} rows, but tiles of {config.block_m}"
+    stack, max_loras = a_ptrs.shape
+    shrink = shrink_arguments(x, arena, max_loras, max_rank, shrunk)
+    products = triton.cdiv(weight.shape[0], config.block_n) * splits_of(out)
+    shrinks = stack * triton.cdiv(max_rank, shrink["BLOCK_R"]) * shrunk.shape[0]
+    programs = products + shrinks * tile_count(x.shape[0], max_loras)
+    config = card(x.device).fitted(config, programs)
+    _linear_shrink_kernel[(programs,)](
+        x,
+        weight,
+        bias,
+        out,
+        arena,
+        *tables,
+        shrunk,
+        x.shape[0],
+        rows_a_split(out),
+        shrunk_splits=shrunk.shape[0],
+        SHRINK_FIRST=programs > 2 * card(x.device).multiprocessors,
+        STACK=stack,
+        **tile_arguments(config, x, weight, out),
+        **shrink,
+        **dependent_launch(x.device),
+    )
+
+
+def linear_shrink_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    arena: torch.Tensor,
+    a_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor,
+    pair_row: torch.Tensor,
+    num_segments: torch.Tensor,
+    max_rank: int,
+    shrunk: torch.Tensor,
+) -> None:
+    """`out = x Wᵀ + bias` as `linear` writes it, and `shrunk` as `sgemm_a` does, both in place.
+
+    Only where `linear_config` gives the own kernel; raises AssertionError elsewhere, and on
+    shapes, dtypes or strides that either op refuses. Reads N·K weights and the A of each slot in
+    use.
+    """
+    config = linear_config(x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device)
+    assert config is not None, (
+        f"no kernel of its own for {x.dtype} [{x.shape[0]}, {x.shape[1]}] x "
+        f"[{weight.shape[0]}, {weight.shape[1]}]: use linear and sgemm_a"
+    )
+    tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
+    launch_linear_shrink(config, x, weight, bias, out, arena, *tables, max_rank, shrunk)
+
+
+def linear_shrink_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    arena: torch.Tensor,
+    a_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor,
+    pair_row: torch.Tensor,
+    num_segments: torch.Tensor,
+    max_rank: int,
+    shrunk: torch.Tensor,
+) -> None:
+    """Torch twin of `linear_shrink_triton`."""
+    tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
+    linear_torch(x, weight, bias, out)
+    sgemm_a_torch(x, arena, *tables, max_rank, shrunk)
+
+
+linear_shrink = define_op(linear_shrink_triton, linear_shrink_torch, mutates=("out", "shrunk"))
