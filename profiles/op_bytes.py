@@ -132,14 +132,21 @@ def sgemm_a(
     seg_indptr: Tensor,
     weight_indices: Tensor,
     num_segments: Tensor,
+    x_read: bool = False,
     **_: Any,
 ) -> int:
-    """A of each adapter in use, the rows that have one, and their float32 x Aᵀ."""
+    """A of each adapter in use, the rows that have one unless `x_read` already, and their float32
+    x Aᵀ."""
     total, width = 0, x.shape[1]
     for pairs, ranks in _segments(lora_ranks, seg_indptr, weight_indices, num_segments):
         total += sum(ranks) * width * arena.element_size() + pairs * sum(ranks) * 4
-        total += pairs * width * x.element_size() if any(ranks) else 0
+        total += pairs * width * x.element_size() if any(ranks) and not x_read else 0
     return total
+
+
+def linear_shrink(**arguments: Any) -> int:
+    """The product, and beside it x Aᵀ; x is the product's and counts once."""
+    return linear(**arguments) + sgemm_a(**arguments, x_read=True)
 
 
 def sgemm_b(

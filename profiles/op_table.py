@@ -24,6 +24,7 @@ class Op:
 
 OPS = {
     "linear": Op(BASE, "product", op_bytes.linear),
+    "linear_shrink": Op(BASE, "product, x Aᵀ", op_bytes.linear_shrink),
     "moe_gemm": Op(BASE, "experts", expert_op_bytes.moe_gemm),
     "lora_metadata": Op(LORA, "sort rows by adapter", op_bytes.lora_metadata),
     "sgemm_a": Op(LORA, "x Aᵀ", op_bytes.sgemm_a),

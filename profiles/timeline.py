@@ -47,7 +47,7 @@ class Timeline:
         """A name for each op: of a product in a layer, and of LoRA around it, which one it is."""
         labels = [op.title for op in self.ops]
         for layer in self.layers:
-            for name in ("linear", "sgemm_a", "sgemm_b"):
+            for name in ("linear", "linear_shrink", "sgemm_a", "sgemm_b"):
                 found = [index for index in layer if self.ops[index].name == name]
                 if len(found) not in (2, len(ROLES)):
                     continue

@@ -75,6 +75,15 @@ def test_lora_counts_the_true_ranks_of_the_adapters_in_use():
     shrunk = (2 * 4 + 1 * (2 + 6)) * 4
     moved = op_bytes.sgemm_a(x=bf16(4, 8), arena=arena, **segments)
     assert moved == (4 + 2 + 6) * 8 * 2 + 3 * 8 * 2 + shrunk
+    beside = op_bytes.linear_shrink(
+        x=bf16(4, 8),
+        weight=bf16(15, 8),
+        bias=None,
+        out=torch.zeros(2, 4, 15),
+        arena=arena,
+        **segments,
+    )
+    assert beside == moved - 3 * 8 * 2 + 4 * 8 * 2 + 15 * 8 * 2 + 2 * 4 * 15 * 4
     moved = op_bytes.sgemm_b(arena=arena, slice_sizes=[10, 5], y=bf16(4, 15), **segments)
     assert moved == (4 * 10 + 2 * 10 + 6 * 5) * 2 + shrunk + 2 * 2 * (2 * 10 + 10 + 5)
 
