@@ -34,7 +34,6 @@ def linear_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """A tile of all rows and BLOCK_N columns over one split of K; `program` of tiles * SPLITS.
 
@@ -48,10 +47,9 @@ def linear_tile(
     w_places = weight + first_n.to(tl.int64) * WEIGHT_STRIDE + first_k
     w_places += n[:, None] * WEIGHT_STRIDE + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if bias is not None:  # nothing in a step writes it, so it is in flight early
+    if bias is not None:
         biased = first_n + n < tl.where(split == 0, N, 0)
         acc += tl.load(bias + first_n + n, mask=biased, other=0.0).to(tl.float32)[:, None]
-    wait_for_inputs(PDL)
     if SPLITS * SPLIT_K == K:
         length: tl.constexpr = SPLIT_K
     else:
@@ -99,6 +97,7 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     linear_tile(
         x,
         weight,
@@ -116,7 +115,6 @@ def _linear_kernel(
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
-        PDL,
     )
 
 

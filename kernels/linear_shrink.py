@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.dependent_launch import dependent_launch
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.linear import (
     check_linear,
     linear_tile,
@@ -76,6 +76,7 @@ def _linear_shrink_kernel(
     BLOCK_A: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     products: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * SPLITS
     places: tl.constexpr = STACK * ((MAX_RANK + BLOCK_R - 1) // BLOCK_R)
     product, shrink = tl.program_id(0), tl.program_id(0) - products
@@ -112,7 +113,6 @@ def _linear_shrink_kernel(
             BLOCK_P,
             BLOCK_R,
             BLOCK_A,
-            PDL,
         )
     else:
         linear_tile(
@@ -132,7 +132,6 @@ def _linear_shrink_kernel(
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
-            PDL,
         )
 
 

@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.dependent_launch import wait_for_inputs
 from kernels.lora_segments import as_weights, block_m_for, find_pairs
 
 
@@ -39,14 +38,12 @@ def shrink_tile(
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_A: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """`place` counts tiles of BLOCK_R ranks through the slices, `tile` those of BLOCK_P pairs
     through the segments; splits take `blocks_per_split` blocks of BLOCK_A elements of K."""
     rank_tiles: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     stacked = place // rank_tiles
     first_rank = place % rank_tiles * BLOCK_R
-    wait_for_inputs(PDL)
     slot, first, end = find_pairs(
         seg_indptr, weight_indices, num_segments, segments, tile, BLOCK_P, BLOCK_SEGMENTS, ONE_TILE
     )

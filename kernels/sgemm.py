@@ -69,6 +69,7 @@ def _sgemm_a_kernel(
     BLOCK_A: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     shrink_tile(
         x,
         arena,
@@ -95,7 +96,6 @@ def _sgemm_a_kernel(
         BLOCK_P,
         BLOCK_R,
         BLOCK_A,
-        PDL,
     )
 
 
