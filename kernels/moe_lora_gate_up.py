@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels.activation import KINDS, activate, gated_activation_torch
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.lora_arguments import NO_LORA
 from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
@@ -349,7 +350,7 @@ def moe_lora_gate_up_torch(
                 a = sums[source, j * max_rank : j * max_rank + rank]
                 wide[pair, j * width : (j + 1) * width] += factors[j][slot][expert] * (b @ a)
     result = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    gated_activation_torch(wide, kind, result)
+    gated_activation_torch(wide, *NO_LORA, kind, result)
     out.copy_(torch.where(topk_ids.view(-1, 1) >= 0, result.to(out.dtype), out))
 
 

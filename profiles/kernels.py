@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kernels.activation import gated_activation
+from kernels.lora_arguments import NO_LORA
 from kernels.moe_align import moe_align_block_size
 from kernels.moe_combine import moe_combine
 from kernels.moe_gemm import moe_gemm
@@ -162,7 +163,7 @@ def _base_kernels(layer: MoeLayer, steps: list[MoeStep], active: int) -> list[Ti
         *timed,
         Timed(
             "activation",
-            lambda i: gated_activation(steps[i].gate_up, "silu", steps[i].inner),
+            lambda i: gated_activation(steps[i].gate_up, *NO_LORA, "silu", steps[i].inner),
             _bytes(first.gate_up, first.inner),
         ),
         Timed(

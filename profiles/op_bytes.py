@@ -33,8 +33,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, **_: 
     return size(x, weight, out) + 2 * size(residual)
 
 
-def gated_activation(gate_up: Tensor, out: Tensor, **_: Any) -> int:
-    return size(gate_up, out)
+def gated_activation(gate_up: Tensor, out: Tensor, **lora: Any) -> int:
+    return size(gate_up, out) + _delta(2 * [out.shape[1]], **lora)
 
 
 def embed(token_ids: Tensor, out: Tensor, **_: Any) -> int:
@@ -119,10 +119,13 @@ def lora_metadata(
     num_segments: Tensor,
     pair_row: Tensor,
     pair_slot: Tensor,
+    row_slot: Tensor,
+    row_order: Tensor,
     **_: Any,
 ) -> int:
-    outputs = (seg_indptr, weight_indices, permutation, num_segments, pair_row, pair_slot)
-    return size(row_adapter, adapter_enabled, *outputs)
+    pairs = (permutation, pair_row, pair_slot)
+    segments = (seg_indptr, weight_indices, num_segments)
+    return size(row_adapter, adapter_enabled, *segments, *pairs, row_slot, row_order)
 
 
 def sgemm_a(
@@ -209,6 +212,19 @@ def _cached(keys: list[int], k_cache: Tensor) -> int:
     page_size, heads, head_dim = k_cache.shape[1:]
     pages = sum(-(-count // page_size) for count in keys)
     return 2 * sum(keys) * heads * head_dim * k_cache.element_size() + 4 * pages
+
+
+def _delta(slice_sizes: list[int], arena: Tensor | None = None, **lora: Any) -> int:
+    """B of each adapter in use, and the float32 x Aᵀ of its rows, where there are adapters."""
+    if arena is None:
+        return 0
+    names = ("lora_ranks", "seg_indptr", "weight_indices", "num_segments")
+    total = 0
+    for pairs, ranks in _segments(*(lora[name] for name in names)):
+        total += pairs * sum(ranks) * 4
+        for rank, width in zip(ranks, slice_sizes, strict=True):
+            total += rank * width * arena.element_size()
+    return total
 
 
 def _segments(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.activation import gated_activation_torch, gated_activation_triton
+from kernels.lora_arguments import NO_LORA
 from kernels.moe_combine import moe_combine_torch, moe_combine_triton
 from kernels.moe_lora_down import moe_lora_down_torch, moe_lora_down_triton
 from kernels.moe_lora_gate_up import moe_lora_gate_up_torch, moe_lora_gate_up_triton
@@ -216,7 +217,7 @@ class Batch:
 
     def base_gate_up(self) -> torch.Tensor:
         out = self.out(self.topk_ids.numel(), self.case.intermediate)[:, :-8]
-        OPS[self.ops][3](self.input("gate_up"), self.case.kind, out)
+        OPS[self.ops][3](self.input("gate_up"), *NO_LORA, self.case.kind, out)
         return out.cpu()
 
     def base_down(self) -> torch.Tensor:

@@ -86,6 +86,8 @@ def test_lora_counts_the_true_ranks_of_the_adapters_in_use():
     assert beside == moved - 3 * 8 * 2 + 4 * 8 * 2 + 15 * 8 * 2 + 2 * 4 * 15 * 4
     moved = op_bytes.sgemm_b(arena=arena, slice_sizes=[10, 5], y=bf16(4, 15), **segments)
     assert moved == (4 * 10 + 2 * 10 + 6 * 5) * 2 + shrunk + 2 * 2 * (2 * 10 + 10 + 5)
+    moved = op_bytes.gated_activation(bf16(4, 24), bf16(4, 12), arena=arena, **segments)
+    assert moved == 2 * (4 * 24 + 4 * 12) + (4 + 2 + 6) * 12 * 2 + shrunk
 
 
 def test_sampling_reads_large_tables_of_requests_that_use_them():

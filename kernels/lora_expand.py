@@ -1,0 +1,181 @@
+"""The LoRA delta (x A^T) B^T inside a kernel that reads a base product: nothing of it in memory.
+
+Two ways, by T alone. For few rows a program holds some columns of one row and reads that row's
+own B, on the ordinary cores; for more it holds a tile of rows of one slot, which read B once, on
+the tensor cores, and tiles of the rows without adapter come after those of the slots. A row's
+result depends on its own inputs, its adapter and T, never on its neighbours, its slot or its place.
+
+Of its B a program asks for the first ranks before the base product is complete: `first_ranks`
+comes before `wait_for_inputs`, `row_delta` or `tile_delta` after it. `lora_arguments` says what
+the arguments are. Knows columns of one slice, not what is made of a delta.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.lora_segments import as_weights, find_pairs
+from kernels.moe_lora_pairs import sum_splits
+
+COLUMNS_PER_WARP = 64  # row by row: 16 ranks of so much of a 16-bit B are 16 registers a thread
+
+
+@triton.jit
+def find_slice(b_ptrs, lora_ranks, scalings, slot, stacked, MAX_LORAS: tl.constexpr):
+    """(address of B, rank, scaling) of one slice of `slot`; rank 0 for slot -1."""
+    entry = stacked * MAX_LORAS + slot
+    known = slot >= 0
+    rank = tl.load(lora_ranks + entry, mask=known, other=0)
+    address = tl.load(b_ptrs + entry, mask=known, other=0)
+    scaling = tl.load(scalings + entry, mask=known, other=0.0)
+    return address, rank, scaling
+
+
+@triton.jit
+def _whole_ranks(rank, VECTOR: tl.constexpr):
+    """`rank` where rows of B start on 16 bytes, else 0: a multiple of VECTOR to the compiler."""
+    whole = rank // VECTOR * VECTOR
+    return whole * (whole == rank).to(tl.int32)
+
+
+@triton.jit
+def _whole_block(address, arena, whole, n, r, inside):
+    """B[n, r] in its dtype [N, R] where `whole` is B's rank; zeros beyond it and off `inside`."""
+    mask = inside[:, None] & (r < whole)[None, :]
+    return tl.load(as_weights(address, arena) + n[:, None] * whole + r[None, :], mask, other=0.0)
+
+
+@triton.jit
+def _odd_block(address, arena, rank, n, r, inside):
+    """The same where rows of B start anywhere."""
+    mask = inside[:, None] & (r < rank)[None, :]
+    return tl.load(as_weights(address, arena) + n[:, None] * rank + r[None, :], mask, other=0.0)
+
+
+@triton.jit
+def first_ranks(address, arena, rank, n, inside, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr):
+    """B[n, :BLOCK_R] in its dtype [N, BLOCK_R], to be read before the inputs are complete.
+
+    Zeros where rows of B do not start on 16 bytes: `row_delta` and `tile_delta` read such a B
+    from its first rank.
+    """
+    whole = _whole_ranks(rank, VECTOR)
+    return _whole_block(address, arena, whole, n, tl.arange(0, BLOCK_R), inside)
+
+
+@triton.jit
+def _product(block, source, r, rank, split_stride, SPLITS: tl.constexpr):
+    """[N] float32: block [N, R] times the row's x A^T at `r`."""
+    s = sum_splits(source, r, r < rank, split_stride, SPLITS)
+    return tl.sum(block.to(tl.float32) * s[None, :], axis=1)
+
+
+@triton.jit
+def row_delta(
+    first,  # [N, BLOCK_R] from `first_ranks`
+    address,
+    arena,
+    rank,
+    scaling,
+    source,  # the row's and slice's place in `shrunk`
+    split_stride,
+    n,
+    inside,
+    SPLITS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """[N] float32: columns `n` of one slice of one row's delta."""
+    whole = _whole_ranks(rank, VECTOR)
+    total = _product(first, source, tl.arange(0, BLOCK_R), whole, split_stride, SPLITS)
+    for first_rank in range(BLOCK_R, whole, BLOCK_R):
+        r = first_rank + tl.arange(0, BLOCK_R)
+        block = _whole_block(address, arena, whole, n, r, inside)
+        total += _product(block, source, r, whole, split_stride, SPLITS)
+    for odd_rank in range(tl.where(whole > 0, 0, rank)):  # one by one, from the same lines
+        weights = tl.load(as_weights(address, arena) + n * rank + odd_rank, inside, other=0.0)
+        factor = tl.load(source + odd_rank)
+        for split in tl.static_range(1, SPLITS):
+            factor += tl.load(source + split_stride * split + odd_rank)
+        total += weights.to(tl.float32) * factor
+    return scaling * total
+
+
+@triton.jit
+def find_rows(
+    row_order,
+    seg_indptr,
+    weight_indices,
+    num_segments,
+    num_tokens,
+    max_segments,
+    tile,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr,
+):
+    """(slot, rows [BLOCK_M], which of them there are) of a tile; slot -1 where there is no delta.
+
+    The rows without adapter are one more segment, which starts where the pairs end.
+    """
+    slot, first, end = find_pairs(
+        seg_indptr, weight_indices, num_segments, max_segments, tile, BLOCK_M, BLOCK_SEGMENTS, False
+    )
+    total = tl.load(seg_indptr + max_segments)
+    base_tile = tl.load(num_segments) + total // BLOCK_M
+    is_base = tile >= base_tile
+    first = tl.where(is_base, total + (tile - base_tile) * BLOCK_M, first)
+    end = tl.where(is_base, num_tokens, end)
+    places = first + tl.arange(0, BLOCK_M)
+    rows = tl.load(row_order + places, mask=places < end, other=0).to(tl.int64)
+    return tl.where(is_base | (first >= end), -1, slot), rows, places < end
+
+
+@triton.jit
+def _add_product(acc, s, block):
+    """acc [M, N] += s [M, R] block^T [N, R], with all that float32 `s` holds, or 16 bits of it."""
+    block = tl.trans(block)
+    if block.dtype == tl.bfloat16:
+        # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
+        high = s.to(tl.bfloat16)
+        low = (s - high.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(low, block, acc)
+        acc = tl.dot(high, block, acc)
+    else:
+        acc = tl.dot(s, block.to(tl.float32), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def tile_delta(
+    first,  # [N, BLOCK_R] from `first_ranks`
+    address,
+    arena,
+    rank,
+    scaling,
+    sources,  # [M] places of the rows and the slice in `shrunk`
+    live,  # [M]
+    split_stride,
+    n,
+    inside,
+    SPLITS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """[M, N] float32: columns `n` of one slice of the deltas of a tile's rows."""
+    whole = _whole_ranks(rank, VECTOR)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    block = first
+    for first_rank in range(0, whole, BLOCK_R):
+        r = first_rank + tl.arange(0, BLOCK_R)
+        mask = live[:, None] & (r < whole)[None, :]
+        s = sum_splits(sources[:, None], r[None, :], mask, split_stride, SPLITS)
+        acc = _add_product(acc, s, block)
+        block = _whole_block(address, arena, whole, n, r + BLOCK_R, inside)
+    for first_rank in range(0, tl.where(whole > 0, 0, rank), 16):
+        r = first_rank + tl.arange(0, 16)
+        mask = live[:, None] & (r < rank)[None, :]
+        s = sum_splits(sources[:, None], r[None, :], mask, split_stride, SPLITS)
+        acc = _add_product(acc, s, _odd_block(address, arena, rank, n, r, inside))
+    return scaling * acc
