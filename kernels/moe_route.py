@@ -9,11 +9,12 @@ import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import weight_view, weights_at
-from kernels.moe_router_logits import add_product, router_delta
+from kernels.moe_router_logits import add_product, load_weights, multiply_rows, router_delta
 from kernels.moe_top_k import MAX_EXPERTS, store_top_k, top_k_torch
 from kernels.op import FLOATS, define_op
 
 SPLIT_ROWS = 128  # up to here an expert's logits are a program's of their own
+_TOP_K_ROWS = tl.constexpr(4)  # a warp each, where a program has four
 
 
 @triton.jit
@@ -32,8 +33,9 @@ def _store_top_k_of(
 ):
     """The top k of this program's rows, from logits that several programs wrote."""
     experts = tl.arange(0, BLOCK_E)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    written = rows < num_rows
+    tile = tl.arange(0, _TOP_K_ROWS)
+    rows = tl.program_id(0) * ROWS + tile
+    written = (tile < ROWS) & (rows < num_rows)
     live = written
     if row_mask is not None:
         live = written & (tl.load(row_mask + rows, mask=written, other=0) != 0)
@@ -49,7 +51,7 @@ def _store_top_k_of(
         TOP_K,
         BLOCK_TOP_K,
         NUM_EXPERTS,
-        ROWS,
+        _TOP_K_ROWS,
         BLOCK_E,
         RENORMALIZE,
     )
@@ -88,6 +90,7 @@ def _moe_route_kernel(
     WEIGHT_STRIDE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     VECTOR: tl.constexpr,
+    BY_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -99,6 +102,10 @@ def _moe_route_kernel(
     BLOCK_TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    w_rows = weight + experts * WEIGHT_STRIDE
+    if BY_ROW:  # W is the same in every step, and on its way while the kernel before this ends
+        w_block = load_weights(w_rows, experts < NUM_EXPERTS, 0, K, BLOCK_K)
     wait_for_inputs(PDL)
     tile = tl.arange(0, BLOCK_M)
     rows = tl.program_id(0) * ROWS + tile
@@ -107,10 +114,18 @@ def _moe_route_kernel(
     if row_mask is not None:
         live = written & (tl.load(row_mask + rows, mask=written, other=0) != 0)
     x_rows = x + rows.to(tl.int64) * X_STRIDE
-    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     logits = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    if tl.max(live.to(tl.int32), axis=0) != 0:
-        w_rows = weight + experts * WEIGHT_STRIDE
+    if BY_ROW:
+        own_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        own_x = x + own_rows.to(tl.int64) * X_STRIDE
+        sums = multiply_rows(own_x, own_rows < num_rows, w_block, 0, K, BLOCK_K)
+        for start in range(BLOCK_K, K, BLOCK_K):
+            w_block = load_weights(w_rows, experts < NUM_EXPERTS, start, K, BLOCK_K)
+            sums += multiply_rows(own_x, own_rows < num_rows, w_block, start, K, BLOCK_K)
+        for row in tl.static_range(ROWS):
+            one = tl.sum(tl.where((tl.arange(0, ROWS) == row)[:, None], sums, 0.0), axis=0)
+            logits = tl.where((tile == row)[:, None], one[None, :], logits)
+    elif tl.max(live.to(tl.int32), axis=0) != 0:
         logits = add_product(x_rows, live, w_rows, experts < NUM_EXPERTS, logits, K, BLOCK_K)
     if row_adapter is not None:
         slot = tl.load(row_adapter + rows, mask=live, other=-1)
@@ -254,8 +269,9 @@ def moe_route_triton(
     (None: no such rows) holds 0 for get ids -1 and weights 0. A NaN logit counts as -inf in the
     order: ids are distinct and in range always, the row's weights NaN.
 
-    Products in x's dtype, all sums in float32. One launch. Up to 128 rows, 4 rows are spread over
-    programs of 16 experts each, since one multiprocessor alone reads W slowly: they write their
+    Products in x's dtype, all sums in float32. One launch. Up to 128 rows, 4 rows (2 where there
+    are 16 or fewer) are spread over programs of 8 experts each, since one multiprocessor alone
+    reads W slowly, and each has its part of W under way before it waits for x. They write their
     logits to `scratch` float32[T, E] and count themselves in `arrivals` int32[T], which must hold
     zeros and does so again afterwards; the last one to arrive takes the top k, whichever it is,
     of the same logits. Above, a program reads W once for 16 rows (T <= 1024, and float32) or 64.
@@ -267,12 +283,14 @@ def moe_route_triton(
     (num_rows, in_features), num_experts = x.shape, weight.shape[0]
     exact = x.dtype == torch.float32  # on no tensor core: large tiles would only spill
     block_m = 16 if num_rows <= 1024 or exact else 64
-    rows = 4 if num_rows <= SPLIT_ROWS else block_m
+    by_row = num_rows <= SPLIT_ROWS
+    rows = block_m if not by_row else 4 if num_rows > 16 else 2
     block_all = max(16, triton.next_power_of_2(num_experts))
-    block_e = 16 if num_rows <= SPLIT_ROWS else block_all
+    block_e = 8 if by_row else block_all
     # Stages of up to 32 KB of W: what one program has in flight decides how fast it streams.
-    block_k = 256 if block_e <= 32 and block_m == 16 else min(128, 16384 // block_e)
-    block_k = 32 if exact else block_k
+    tile_k = 256 if block_e <= 32 and block_m == 16 else min(128, 16384 // block_e)
+    tile_k = 32 if exact else tile_k
+    block_k = min(triton.next_power_of_2(in_features), 1024 if exact else 2048)
     mixed = arena is not None and arena.dtype != x.dtype
     tiles_e = triton.cdiv(num_experts, block_e)
     _moe_route_kernel[(triton.cdiv(num_rows, rows), tiles_e)](
@@ -293,13 +311,14 @@ def moe_route_triton(
         WEIGHT_STRIDE=weight.stride(0),
         RENORMALIZE=renormalize,
         VECTOR=1 if arena is None else 16 // arena.element_size(),
+        BY_ROW=by_row,
         ROWS=rows,
         BLOCK_M=block_m,
         BLOCK_E=block_e,
         TILES_E=tiles_e,
         BLOCK_ALL=block_all,
-        BLOCK_K=block_k,
-        LORA_BLOCK_K=32 if mixed else block_k,
+        BLOCK_K=block_k if by_row else tile_k,
+        LORA_BLOCK_K=32 if mixed else tile_k,
         BLOCK_R=16,
         BLOCK_TOP_K=triton.next_power_of_2(topk_ids.shape[1]),
         num_warps=8 if block_m * block_e > 64 * 128 else 4,

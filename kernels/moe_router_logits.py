@@ -32,6 +32,28 @@ def add_product(
 
 
 @triton.jit
+def load_weights(w_rows, weight_mask, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns from `start` on of the experts whose rows start at w_rows: [BLOCK_E, BLOCK_K]."""
+    k = start + tl.arange(0, BLOCK_K)
+    mask = weight_mask[:, None]
+    if K % BLOCK_K != 0:
+        mask = mask & (k < K)[None, :]
+    return tl.load(w_rows[:, None] + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def multiply_rows(x_rows, row_mask, w_block, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """x W^T over the columns of w_block, float32 [ROWS, BLOCK_E], by multiply-adds."""
+    k = start + tl.arange(0, BLOCK_K)
+    mask = row_mask[:, None]
+    if K % BLOCK_K != 0:
+        mask = mask & (k < K)[None, :]
+    x_block = tl.load(x_rows[:, None] + k[None, :], mask=mask, other=0.0)
+    products = x_block.to(tl.float32)[:, None, :] * w_block.to(tl.float32)[None, :, :]
+    return tl.sum(products, axis=2)
+
+
+@triton.jit
 def router_delta(
     x_rows,
     row_mask,

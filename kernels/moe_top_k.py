@@ -12,7 +12,7 @@ import triton.language as tl
 MAX_EXPERTS = 256
 
 _INF = tl.constexpr(float("inf"))
-_LOWEST = tl.constexpr(-(2**62))  # below every (logit, expert)
+_LOWEST = tl.constexpr(-(2**31))  # below every logit's integer
 _ONE = tl.constexpr(2.0**40)  # fixed point: terms of the softmax's sum lie in [0, 1]
 _NAN_TERM = tl.constexpr(2.0**12)  # more than MAX_EXPERTS terms of 1
 
@@ -43,22 +43,21 @@ def store_top_k(
     terms = tl.where(exists, terms, 0.0) * _ONE
     total = tl.sum(terms.to(tl.int64), axis=1).to(tl.float32) / _ONE
     total = tl.where(total >= _NAN_TERM, float("nan"), total)
-    # One integer for (logit, expert): floats as integers of the same order, then falling ids.
+    # Floats as integers of the same order: a warp finds the largest of 32-bit integers, or the
+    # smallest expert that has it, in one instruction.
     bits = ordered.to(tl.int32, bitcast=True)
-    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * 256
-    keys = tl.where(exists, keys + (255 - experts)[None, :], _LOWEST)
+    keys = tl.where(exists, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), _LOWEST)
     column = tl.arange(0, BLOCK_TOP_K)[None, :]
     weights = tl.zeros([BLOCK_M, BLOCK_TOP_K], tl.float32)
     ids = tl.full([BLOCK_M, BLOCK_TOP_K], -1, tl.int32)
     kept = tl.zeros([BLOCK_M], tl.float32)
     for j in range(TOP_K):
         best = tl.max(keys, axis=1)  # [BLOCK_M]
-        keys = tl.where(keys == best[:, None], _LOWEST, keys)
-        key = (best >> 8).to(tl.int32)
-        logit = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+        expert = tl.min(tl.where(keys == best[:, None], experts[None, :], BLOCK_E), axis=1)
+        keys = tl.where(experts[None, :] == expert[:, None], _LOWEST, keys)
+        logit = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
         term = tl.exp(logit - largest)
         kept += term
-        expert = (255 - (best & 255)).to(tl.int32)
         weights = tl.where(column == j, term[:, None], weights)
         ids = tl.where(column == j, expert[:, None], ids)
     if RENORMALIZE:

@@ -42,6 +42,7 @@ CASES = {
     "one_base_row": Case(128, 8, 264, [-1], [16], False, HALF),
     "one_hundred_and_sixty": Case(160, 10, 96, [0, 1] * 8 + [1], [256, 131], True, HALF),
     "most_experts": Case(256, 10, 64, [1, -1, 1], [0, 7], False),
+    "more_than_a_block_of_columns": Case(12, 2, 1100, [0, -1, 1], [4, 9]),
     "sixteen_rows_a_program": Case(8, 2, 36, [t % 4 - 1 for t in range(150)], [3, 16, 24]),
     "prefill": Case(60, 4, 40, [t // 400 - 1 for t in range(1100)], [5, 8], False, HALF),
     "bfloat16": Case(128, 8, 264, MIXED, RANKS, True, torch.bfloat16),
