@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.op import define_op
+from kernels.partials import check_partials, check_rows, sum_partials, sum_partials_torch
 
 _ELEMENTS_PER_THREAD = 8  # one 16-byte load of a 16-bit dtype
 _MAX_WARPS = 16
@@ -17,23 +19,27 @@ _MAX_WARPS = 16
 
 @triton.jit
 def _rms_norm_kernel(
-    x,  # [T, H]
+    x,  # [T, H], or [S, T, H] to be summed over S
     residual,  # [T, H] in place, or None
     weight,  # [H]
     out,  # [T, H]
     eps,
     weight_offset,
+    partial_stride,
     x_stride,
     residual_stride,
     out_stride,
+    PARTIALS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + weight_offset  # [H]
-    value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)  # [H]
+    wait_for_inputs(PDL)
+    value = sum_partials(x + row * x_stride + column, mask, partial_stride, PARTIALS)  # [H]
     if residual is not None:
         residual_row = residual + row * residual_stride + column
         value += tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
@@ -53,7 +59,7 @@ def _launch(
     weight_offset: float,
     out: torch.Tensor,
 ) -> None:
-    num_tokens, hidden = x.shape
+    num_tokens, hidden = out.shape
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(num_tokens,)](
         x,
@@ -62,25 +68,23 @@ def _launch(
         out,
         eps,
         weight_offset,
-        x.stride(0),
+        x.stride(0) if x.dim() == 3 else 0,
+        x.stride(-2),
         0 if residual is None else residual.stride(0),
         out.stride(0),
+        PARTIALS=x.shape[0] if x.dim() == 3 else 1,
         HIDDEN=hidden,
         BLOCK=block,
         num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
+        **dependent_launch(x.device),
     )
 
 
 def _check(weight: torch.Tensor, *rows: torch.Tensor) -> None:
-    num_tokens, hidden = rows[0].shape
+    hidden = rows[0].shape[1]
     assert weight.shape == (hidden,), f"weight is [{hidden}], not {tuple(weight.shape)}"
     assert weight.is_contiguous(), "weight is contiguous"
-    for tensor in rows:
-        assert tensor.shape == (num_tokens, hidden), (
-            f"rows are [{num_tokens}, {hidden}], not {tuple(tensor.shape)}"
-        )
-        assert tensor.dtype == rows[0].dtype, f"rows of {rows[0].dtype} and {tensor.dtype}"
-        assert tensor.stride(1) == 1, "rows are contiguous"
+    check_rows(*rows)
 
 
 def rms_norm_triton(
@@ -118,10 +122,13 @@ def add_rms_norm_triton(
     """`residual += x`, then `out = rms_norm(residual)` of the sum as rounded to its dtype.
 
     x, residual, out: [T, H] of one dtype, rows contiguous, any row stride; `residual` and `out`
-    are written, `out` may be `x`. weight: [H] of any float dtype. Moves 4·T·H elements and the
-    weight. Raises AssertionError on other shapes, dtypes or strides.
+    are written, `out` may be `x`. Or x is partials of such a matrix, float32 [S, T, H]: then
+    `residual` becomes (x[0] + x[1] + ...) + residual, added in float32 in this order. weight: [H]
+    of any float dtype. Moves x, 3·T·H elements and the weight. Raises AssertionError on other
+    shapes, dtypes or strides.
     """
-    _check(weight, x, residual, out)
+    _check(weight, residual, out)
+    check_partials(x, residual)
     _launch(x, residual, weight, eps, weight_offset, out)
 
 
@@ -134,8 +141,9 @@ def add_rms_norm_torch(
     out: torch.Tensor,
 ) -> None:
     """Twin of `add_rms_norm_triton`."""
-    _check(weight, x, residual, out)
-    residual.add_(x)
+    _check(weight, residual, out)
+    check_partials(x, residual)
+    residual.copy_(sum_partials_torch(x) + residual.float())
     rms_norm_torch(residual, weight, eps, weight_offset, out)
 
 

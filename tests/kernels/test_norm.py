@@ -96,6 +96,52 @@ def test_add_rms_norm_matches_twin(kernel_device, tokens, hidden, dtype, offset)
     assert torch.equal(given.cpu(), x)
 
 
+def _partials(splits: int, tokens: int, hidden: int) -> torch.Tensor:
+    """Partials whose strides exceed their extents, NaN between them."""
+    wide = torch.full((splits, tokens + 1, hidden + 8), torch.nan)
+    generator = torch.Generator().manual_seed(splits)
+    wide[:, :tokens, :hidden] = torch.randn(splits, tokens, hidden, generator=generator)
+    return wide[:, :tokens, :hidden]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("splits", "tokens", "hidden", "dtype"),
+    [(1, 3, 344, torch.float32), (2, 2, 4096, torch.bfloat16), (5, 1, 192, torch.float16)],
+)
+def test_add_rms_norm_of_partials_matches_twin(kernel_device, splits, tokens, hidden, dtype):
+    x, weight = _partials(splits, tokens, hidden), torch.linspace(-1, 2, hidden)
+    residual = _rows(tokens, hidden, dtype, seed=2)
+    updated = _on(kernel_device, residual)
+    out = _on(kernel_device, torch.full_like(residual, torch.nan))
+    given = torch.empty_strided(x.shape, x.stride(), device=kernel_device).copy_(x)
+    add_rms_norm_triton(given, updated, weight.to(kernel_device), EPS, 0.0, out)
+    expected = torch.full_like(residual, torch.nan)
+    add_rms_norm_torch(x, residual, weight, EPS, 0.0, expected)
+    # The order of additions is part of the contract; Triton's interpreter truncates to bfloat16.
+    truncated = kernel_device.type == "cpu" and dtype == torch.bfloat16
+    assert_close(updated.cpu(), residual, rtol=torch.finfo(dtype).eps if truncated else 0, atol=0)
+    if truncated:
+        rms_norm_torch(updated, weight, EPS, 0.0, expected)
+    _assert_rounded_alike(out, expected)
+    _assert_only_rows_written(out)
+    _assert_only_rows_written(updated)
+
+
+def test_partials_are_added_in_their_order_and_rounded_once():
+    x = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1).repeat(1, 1, 8)
+    residual, out = torch.full((1, 8), 3.0), torch.empty(1, 8)
+    add_rms_norm(x, residual, torch.ones(8), EPS, 0.0, out)
+    assert torch.equal(residual, torch.full((1, 8), 3.0)), "2 ** 24 + 1 is 2 ** 24"
+    x = torch.full((2, 1, 8), 2.0**-9)
+    residual, out = torch.ones(1, 8).bfloat16(), torch.empty(1, 8).bfloat16()
+    add_rms_norm(x, residual, torch.ones(8), EPS, 0.0, out)
+    assert torch.equal(residual, torch.ones(1, 8).bfloat16())
+    x[1] = 2.0**-8
+    add_rms_norm(x, residual, torch.ones(8), EPS, 0.0, out)
+    assert torch.equal(residual, torch.full((1, 8), 1 + 2.0**-7).bfloat16())
+
+
 @pytest.mark.kernel
 def test_a_row_does_not_depend_on_its_neighbours(kernel_device):
     x = _rows(4, 576, torch.float32, seed=0).to(kernel_device)
@@ -148,6 +194,10 @@ def test_launchers_refuse_what_the_kernel_does_not_read():
         rms_norm_triton(torch.ones(8, 2).t(), weight, EPS, 0.0, out)
     with pytest.raises(AssertionError, match="rows of"):
         add_rms_norm_triton(x, x.half(), weight, EPS, 0.0, out)
+    with pytest.raises(AssertionError, match="partials are float32"):
+        add_rms_norm_triton(x.half()[None], x, weight, EPS, 0.0, out)
+    with pytest.raises(AssertionError, match="partials are \\[S, 2, 8\\]"):
+        add_rms_norm_triton(x[None, :, :4], x, weight, EPS, 0.0, out)
 
 
 @pytest.mark.parametrize(
@@ -160,3 +210,6 @@ def test_compiles(hidden, dtype):
     if hidden != 344:
         assert compile_launches(rms_norm_triton, x, weight, EPS, 0.0, out) == 1
     assert compile_launches(add_rms_norm_triton, x, residual, weight, EPS, 0.0, out) == 1
+    if hidden == 4096:
+        x = torch.zeros(2, 2, hidden)
+        assert compile_launches(add_rms_norm_triton, x, residual, weight, EPS, 0.0, out) == 1
