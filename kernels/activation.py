@@ -104,7 +104,6 @@ def _gated_activation_kernel(
             mask,
             SPLITS,
             VECTOR,
-            BLOCK,
             BLOCK_R,
         )
         up_delta = row_delta(
@@ -119,7 +118,6 @@ def _gated_activation_kernel(
             mask,
             SPLITS,
             VECTOR,
-            BLOCK,
             BLOCK_R,
         )
         gate = tl.where(gate_rank > 0, gate + gate_delta, gate)
@@ -284,6 +282,7 @@ def gated_activation_triton(
             out.stride(0),
             INTERMEDIATE=intermediate,
             KIND=kind,
+            MAX_RANK=max_rank,
             **blocks,
             num_warps=4,
             num_stages=1,
@@ -307,6 +306,7 @@ def gated_activation_triton(
         out.stride(0),
         INTERMEDIATE=intermediate,
         KIND=kind,
+        MAX_RANK=max_rank,
         BLOCK=block,
         **row_blocks(lora),
         num_warps=num_warps,

@@ -70,7 +70,6 @@ class Expand:
             "split_rows": self.shrunk.stride(0) // self.shrunk.stride(1),
             "SPLITS": self.shrunk.shape[0],
             "SHRUNK_STRIDE": self.shrunk.stride(1),
-            "MAX_RANK": self.max_rank,
             "MAX_LORAS": self.b_ptrs.shape[1],
             "VECTOR": 16 // self.arena.element_size(),
         }
@@ -165,7 +164,7 @@ def lora_of(
 def row_blocks(lora: Expand | None) -> dict[str, int]:
     """Numbers and constexprs of a kernel that goes row by row, or has no delta to add."""
     if lora is None:
-        names = ("split_rows", "SPLITS", "SHRUNK_STRIDE", "MAX_RANK", "MAX_LORAS", "VECTOR")
+        names = ("split_rows", "SPLITS", "SHRUNK_STRIDE", "MAX_LORAS", "VECTOR")
         return dict.fromkeys((*names, "BLOCK_R"), 0)
     most = 32 // lora.arena.element_size()
     block_r = min(most, max(8, triton.next_power_of_2(lora.max_rank)))

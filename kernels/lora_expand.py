@@ -82,7 +82,6 @@ def row_delta(
     inside,
     SPLITS: tl.constexpr,
     VECTOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """[N] float32: columns `n` of one slice of one row's delta."""

@@ -33,6 +33,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, **_: 
     return size(x, weight, out) + 2 * size(residual)
 
 
+def add_expand(x: Tensor, residual: Tensor, **lora: Any) -> int:
+    return size(x) + 2 * size(residual) + _delta([residual.shape[1]], **lora)
+
+
 def gated_activation(gate_up: Tensor, out: Tensor, **lora: Any) -> int:
     return size(gate_up, out) + _delta(2 * [out.shape[1]], **lora)
 

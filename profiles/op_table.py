@@ -29,6 +29,7 @@ OPS = {
     "lora_metadata": Op(LORA, "sort rows by adapter", op_bytes.lora_metadata),
     "sgemm_a": Op(LORA, "x Aᵀ", op_bytes.sgemm_a),
     "sgemm_b": Op(LORA, "+ (x Aᵀ) Bᵀ", op_bytes.sgemm_b),
+    "add_expand": Op(LORA, "add, + (x Aᵀ) Bᵀ", op_bytes.add_expand),
     "moe_lora_align_block_size": Op(
         LORA, "sort pairs by adapter", expert_op_bytes.moe_lora_align_block_size
     ),

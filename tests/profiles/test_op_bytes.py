@@ -88,6 +88,10 @@ def test_lora_counts_the_true_ranks_of_the_adapters_in_use():
     assert moved == (4 * 10 + 2 * 10 + 6 * 5) * 2 + shrunk + 2 * 2 * (2 * 10 + 10 + 5)
     moved = op_bytes.gated_activation(bf16(4, 24), bf16(4, 12), arena=arena, **segments)
     assert moved == 2 * (4 * 24 + 4 * 12) + (4 + 2 + 6) * 12 * 2 + shrunk
+    one = segments | {"lora_ranks": ranks[:1]}
+    moved = op_bytes.add_expand(torch.zeros(2, 4, 10), bf16(4, 10), arena=arena, **one)
+    assert moved == 2 * 4 * 10 * 4 + 2 * 4 * 10 * 2 + (4 + 2) * 10 * 2 + (2 * 4 + 2) * 4
+    assert op_bytes.add_expand(bf16(4, 10), bf16(4, 10), arena=None) == 3 * 4 * 10 * 2
 
 
 def test_sampling_reads_large_tables_of_requests_that_use_them():
