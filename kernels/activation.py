@@ -22,8 +22,10 @@ from kernels.lora_expand import (
     COLUMNS_PER_WARP,
     find_rows,
     find_slice,
+    first_partials,
     first_ranks,
     row_delta,
+    row_sums,
     tile_delta,
 )
 from kernels.op import define_op
@@ -87,18 +89,24 @@ def _gated_activation_kernel(
         gate_first = first_ranks(gate_b, arena, gate_rank, column, mask, VECTOR, BLOCK_R)
         up_first = first_ranks(up_b, arena, up_rank, column, mask, VECTOR, BLOCK_R)
     wait_for_inputs(PDL)
+    if shrunk is not None:
+        gate_s = shrunk + row * SHRUNK_STRIDE
+        up_s = gate_s + MAX_RANK
+        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
+        gate_sums = row_sums(gate_s, gate_rank, split_stride, SPLITS, VECTOR, BLOCK_R)
+        up_sums = row_sums(up_s, up_rank, split_stride, SPLITS, VECTOR, BLOCK_R)
     source = gate_up + row * gate_up_stride + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
     if shrunk is not None:
-        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
         gate_delta = row_delta(
             gate_first,
+            gate_sums,
             gate_b,
             arena,
             gate_rank,
             gate_scaling,
-            shrunk + row * SHRUNK_STRIDE,
+            gate_s,
             split_stride,
             column,
             mask,
@@ -108,11 +116,12 @@ def _gated_activation_kernel(
         )
         up_delta = row_delta(
             up_first,
+            up_sums,
             up_b,
             arena,
             up_rank,
             up_scaling,
-            shrunk + row * SHRUNK_STRIDE + MAX_RANK,
+            up_s,
             split_stride,
             column,
             mask,
@@ -155,6 +164,7 @@ def _gated_activation_tile_kernel(
     MAX_LORAS: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     VECTOR: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -178,41 +188,53 @@ def _gated_activation_tile_kernel(
     gate_first = first_ranks(gate_b, arena, gate_rank, column, inside, VECTOR, BLOCK_R)
     up_first = first_ranks(up_b, arena, up_rank, column, inside, VECTOR, BLOCK_R)
     wait_for_inputs(PDL)
+    gate_s = shrunk + rows * SHRUNK_STRIDE
+    up_s = gate_s + MAX_RANK
+    split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
+    gate_partials = first_partials(
+        gate_s, live, gate_rank, split_stride, SPLITS, VECTOR, BLOCK_S, BLOCK_R
+    )
+    up_partials = first_partials(
+        up_s, live, up_rank, split_stride, SPLITS, VECTOR, BLOCK_S, BLOCK_R
+    )
     mask = live[:, None] & inside[None, :]
     source = gate_up + rows[:, None] * gate_up_stride + column[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     up = tl.load(source + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
-    split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
     gate_delta = tile_delta(
         gate_first,
+        gate_partials,
         gate_b,
         arena,
         gate_rank,
         gate_scaling,
-        shrunk + rows * SHRUNK_STRIDE,
+        gate_s,
         live,
         split_stride,
         column,
         inside,
         SPLITS,
         VECTOR,
+        BLOCK_S,
         BLOCK_M,
         BLOCK_N,
         BLOCK_R,
     )
     up_delta = tile_delta(
         up_first,
+        up_partials,
         up_b,
         arena,
         up_rank,
         up_scaling,
-        shrunk + rows * SHRUNK_STRIDE + MAX_RANK,
+        up_s,
         live,
         split_stride,
         column,
         inside,
         SPLITS,
         VECTOR,
+        BLOCK_S,
         BLOCK_M,
         BLOCK_N,
         BLOCK_R,

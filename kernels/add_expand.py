@@ -20,8 +20,10 @@ from kernels.lora_expand import (
     COLUMNS_PER_WARP,
     find_rows,
     find_slice,
+    first_partials,
     first_ranks,
     row_delta,
+    row_sums,
     tile_delta,
 )
 from kernels.op import define_op
@@ -60,18 +62,23 @@ def _add_expand_kernel(
         address, rank, scaling = find_slice(b_ptrs, lora_ranks, scalings, slot, 0, MAX_LORAS)
         first = first_ranks(address, arena, rank, column, mask, VECTOR, BLOCK_R)
     wait_for_inputs(PDL)
+    if shrunk is not None:
+        s_row = shrunk + row * SHRUNK_STRIDE
+        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
+        sums = row_sums(s_row, rank, split_stride, SPLITS, VECTOR, BLOCK_R)
     target = residual + row * residual_stride + column
     value = sum_partials(x + row * x_stride + column, mask, partial_stride, PARTIALS)
     value += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     if shrunk is not None:
         delta = row_delta(
             first,
+            sums,
             address,
             arena,
             rank,
             scaling,
-            shrunk + row * SHRUNK_STRIDE,
-            split_rows.to(tl.int64) * SHRUNK_STRIDE,
+            s_row,
+            split_stride,
             column,
             mask,
             SPLITS,
@@ -111,6 +118,7 @@ def _add_expand_tile_kernel(
     MAX_LORAS: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     VECTOR: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -132,6 +140,9 @@ def _add_expand_tile_kernel(
     address, rank, scaling = find_slice(b_ptrs, lora_ranks, scalings, slot, 0, MAX_LORAS)
     first = first_ranks(address, arena, rank, column, inside, VECTOR, BLOCK_R)
     wait_for_inputs(PDL)
+    s_rows = shrunk + rows * SHRUNK_STRIDE
+    split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
+    first_s = first_partials(s_rows, live, rank, split_stride, SPLITS, VECTOR, BLOCK_S, BLOCK_R)
     mask = live[:, None] & inside[None, :]
     source = x + rows[:, None] * x_stride + column[None, :]
     target = residual + rows[:, None] * residual_stride + column[None, :]
@@ -139,17 +150,19 @@ def _add_expand_tile_kernel(
     value += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     delta = tile_delta(
         first,
+        first_s,
         address,
         arena,
         rank,
         scaling,
-        shrunk + rows * SHRUNK_STRIDE,
+        s_rows,
         live,
-        split_rows.to(tl.int64) * SHRUNK_STRIDE,
+        split_stride,
         column,
         inside,
         SPLITS,
         VECTOR,
+        BLOCK_S,
         BLOCK_M,
         BLOCK_N,
         BLOCK_R,

@@ -6,8 +6,10 @@ the tensor cores, and tiles of the rows without adapter come after those of the 
 result depends on its own inputs, its adapter and T, never on its neighbours, its slot or its place.
 
 Of its B a program asks for the first ranks before the base product is complete: `first_ranks`
-comes before `wait_for_inputs`, `row_delta` or `tile_delta` after it. `lora_arguments` says what
-the arguments are. Knows columns of one slice, not what is made of a delta.
+comes before `wait_for_inputs`. After it come `row_sums` and `row_delta`, or `first_partials` and
+`tile_delta`; what else the program reads is best asked for between the two, so that it waits for
+memory once. `lora_arguments` says what the arguments are. Knows columns of one slice, not what is
+made of a delta.
 """
 
 import triton
@@ -63,20 +65,23 @@ def first_ranks(address, arena, rank, n, inside, VECTOR: tl.constexpr, BLOCK_R: 
 
 
 @triton.jit
-def _product(block, source, r, rank, split_stride, SPLITS: tl.constexpr):
-    """[N] float32: block [N, R] times the row's x A^T at `r`."""
-    s = sum_splits(source, r, r < rank, split_stride, SPLITS)
-    return tl.sum(block.to(tl.float32) * s[None, :], axis=1)
+def row_sums(
+    source, rank, split_stride, SPLITS: tl.constexpr, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """The row's x A^T [BLOCK_R] for `first_ranks`; `source` is its and the slice's in `shrunk`."""
+    r = tl.arange(0, BLOCK_R)
+    return sum_splits(source, r, r < _whole_ranks(rank, VECTOR), split_stride, SPLITS)
 
 
 @triton.jit
 def row_delta(
     first,  # [N, BLOCK_R] from `first_ranks`
+    sums,  # [BLOCK_R] from `row_sums`
     address,
     arena,
     rank,
     scaling,
-    source,  # the row's and slice's place in `shrunk`
+    source,
     split_stride,
     n,
     inside,
@@ -86,11 +91,12 @@ def row_delta(
 ):
     """[N] float32: columns `n` of one slice of one row's delta."""
     whole = _whole_ranks(rank, VECTOR)
-    total = _product(first, source, tl.arange(0, BLOCK_R), whole, split_stride, SPLITS)
+    total = tl.sum(first.to(tl.float32) * sums[None, :], axis=1)
     for first_rank in range(BLOCK_R, whole, BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
         block = _whole_block(address, arena, whole, n, r, inside)
-        total += _product(block, source, r, whole, split_stride, SPLITS)
+        s = sum_splits(source, r, r < whole, split_stride, SPLITS)
+        total += tl.sum(block.to(tl.float32) * s[None, :], axis=1)
     for odd_rank in range(tl.where(whole > 0, 0, rank)):  # one by one, from the same lines
         weights = tl.load(as_weights(address, arena) + n * rank + odd_rank, inside, other=0.0)
         factor = tl.load(source + odd_rank)
@@ -145,36 +151,65 @@ def _add_product(acc, s, block):
 
 
 @triton.jit
+def _tile_partials(
+    sources, live, r, rank, split_stride, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """[M, S, R] at ranks `r`: all splits in one load, so as to wait for memory once."""
+    split = tl.arange(0, BLOCK_S)
+    wanted = (split < SPLITS)[:, None] & (r < rank)[None, :]
+    skipped = split[:, None] * split_stride + r[None, :]
+    mask = live[:, None, None] & wanted[None, :, :]
+    return tl.load(sources[:, None, None] + skipped[None, :, :], mask, other=0.0)
+
+
+@triton.jit
+def first_partials(
+    sources,
+    live,
+    rank,
+    split_stride,
+    SPLITS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """The rows' x A^T for `first_ranks`, [M, S, BLOCK_R]; `sources` [M] are theirs in `shrunk`."""
+    r = tl.arange(0, BLOCK_R)
+    whole = _whole_ranks(rank, VECTOR)
+    return _tile_partials(sources, live, r, whole, split_stride, SPLITS, BLOCK_S)
+
+
+@triton.jit
 def tile_delta(
     first,  # [N, BLOCK_R] from `first_ranks`
+    partials,  # [M, S, BLOCK_R] from `first_partials`
     address,
     arena,
     rank,
     scaling,
-    sources,  # [M] places of the rows and the slice in `shrunk`
-    live,  # [M]
+    sources,
+    live,
     split_stride,
     n,
     inside,
     SPLITS: tl.constexpr,
     VECTOR: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """[M, N] float32: columns `n` of one slice of the deltas of a tile's rows."""
     whole = _whole_ranks(rank, VECTOR)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    block = first
-    for first_rank in range(0, whole, BLOCK_R):
+    acc = _add_product(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.sum(partials, axis=1), first)
+    for first_rank in range(BLOCK_R, whole, BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
-        mask = live[:, None] & (r < whole)[None, :]
-        s = sum_splits(sources[:, None], r[None, :], mask, split_stride, SPLITS)
-        acc = _add_product(acc, s, block)
-        block = _whole_block(address, arena, whole, n, r + BLOCK_R, inside)
-    for first_rank in range(0, tl.where(whole > 0, 0, rank), 16):
-        r = first_rank + tl.arange(0, 16)
-        mask = live[:, None] & (r < rank)[None, :]
-        s = sum_splits(sources[:, None], r[None, :], mask, split_stride, SPLITS)
-        acc = _add_product(acc, s, _odd_block(address, arena, rank, n, r, inside))
+        block = _whole_block(address, arena, whole, n, r, inside)
+        s = _tile_partials(sources, live, r, whole, split_stride, SPLITS, BLOCK_S)
+        acc = _add_product(acc, tl.sum(s, axis=1), block)
+    for first_rank in range(0, tl.where(whole > 0, 0, rank), BLOCK_R):
+        r = first_rank + tl.arange(0, BLOCK_R)
+        block = _odd_block(address, arena, rank, n, r, inside)
+        s = _tile_partials(sources, live, r, rank, split_stride, SPLITS, BLOCK_S)
+        acc = _add_product(acc, tl.sum(s, axis=1), block)
     return scaling * acc
