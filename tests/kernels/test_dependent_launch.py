@@ -15,7 +15,6 @@ from kernels.embedding import embed_triton
 from tests.kernels.cross_compile import compile_each
 
 SOURCES = sorted(Path(kernels.__path__[0]).glob("*.py"))
-NOT_YET = ("norm", "rotary")
 _WRITES = ("store", "atomic_")
 
 GOOD = """
@@ -142,8 +141,6 @@ def _faults(source: str, *others: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_kernels_keep_the_rules(path):
-    if path.stem in NOT_YET:
-        pytest.skip("launched without it so far")
     assert _faults(path.read_text(), *(other.read_text() for other in SOURCES)) == []
 
 
