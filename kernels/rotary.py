@@ -1,78 +1,32 @@
 """From a fused q/k/v product to rotated queries and written KV entries, in one launch.
 
 Knows pages only as numbers: who owns a page, and which pages a request holds, is not its matter.
+`lora_arguments` says what the LoRA arguments are, `lora_expand` how a delta is added.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.lora_arguments import FEW_ROWS, LORA_TABLES, lora_of, row_blocks
+from kernels.lora_expand import COLUMNS_PER_WARP, find_slice, first_ranks, row_delta, row_sums
 from kernels.op import define_op
+from kernels.rotary_heads import copy_heads, rotate_heads
 
 _HALF_ELEMENTS = 256  # of a program's heads: 32 threads, each a 16-byte load of a 16-bit dtype
 _NUM_WARPS = 1
 
 
-@triton.jit
-def _rotate_heads(
-    source,  # [heads, D]
-    target,  # [heads, D], may be source
-    norm_weight,  # [D], or None
-    norm_eps,
-    norm_weight_offset,
-    cos_sin,  # [D]: the cosines, then the sines
-    first_head,
-    NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Normalise if asked, rotate, and store heads [first_head, first_head + GROUP)."""
-    head = first_head + tl.arange(0, GROUP)
-    column = tl.arange(0, BLOCK)
-    in_half = column < HALF
-    mask = (head < NUM_HEADS)[:, None] & in_half[None, :]
-    offset = head[:, None] * (2 * HALF) + column[None, :]
-    left = tl.load(source + offset, mask=mask, other=0.0).to(tl.float32)  # [G, D/2]
-    right = tl.load(source + HALF + offset, mask=mask, other=0.0).to(tl.float32)  # [G, D/2]
-    if norm_weight is not None:
-        squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)  # [G]
-        inverse_rms = tl.rsqrt(squares / (2 * HALF) + norm_eps)[:, None]
-        left_weight = tl.load(norm_weight + column, mask=in_half, other=0.0).to(tl.float32)
-        right_weight = tl.load(norm_weight + HALF + column, mask=in_half, other=0.0).to(tl.float32)
-        left = left * inverse_rms * (left_weight + norm_weight_offset)[None, :]
-        right = right * inverse_rms * (right_weight + norm_weight_offset)[None, :]
-    cos = tl.load(cos_sin + column, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(cos_sin + HALF + column, mask=in_half, other=0.0)[None, :]
-    rotated_left = (left * cos - right * sin).to(target.dtype.element_ty)
-    rotated_right = (right * cos + left * sin).to(target.dtype.element_ty)
-    tl.store(target + offset, rotated_left, mask=mask)
-    tl.store(target + HALF + offset, rotated_right, mask=mask)
-
-
-@triton.jit
-def _copy_heads(
-    source,  # [heads, D]
-    target,  # [heads, D]
-    first_head,
-    NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    head = first_head + tl.arange(0, GROUP)
-    column = tl.arange(0, BLOCK)
-    mask = (head < NUM_HEADS)[:, None] & (column < HALF)[None, :]
-    offset = head[:, None] * (2 * HALF) + column[None, :]
-    left = tl.load(source + offset, mask=mask)
-    right = tl.load(source + HALF + offset, mask=mask)
-    tl.store(target + offset, left, mask=mask)
-    tl.store(target + HALF + offset, right, mask=mask)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=LORA_TABLES)
 def _rotary_kv_write_kernel(
     qkv,  # [T, (Hq + 2 Hkv) · D], q in place
+    shrunk,  # this and the next tensors None without LoRA
+    arena,
+    b_ptrs,
+    lora_ranks,
+    scalings,
+    row_slot,
     q_norm_weight,  # [D], or None
     k_norm_weight,  # [D], or None
     norm_eps,
@@ -86,12 +40,20 @@ def _rotary_kv_write_kernel(
     page_stride,
     entry_stride,
     max_position,
+    split_rows,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D/2
     PAGE_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHRUNK_STRIDE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    VECTOR: tl.constexpr,
     GROUP: tl.constexpr,  # heads a program
     BLOCK: tl.constexpr,  # columns of half a head, a power of two
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     Q_GROUPS: tl.constexpr = (NUM_Q_HEADS + GROUP - 1) // GROUP
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + GROUP - 1) // GROUP
@@ -101,43 +63,113 @@ def _rotary_kv_write_kernel(
     k = q + NUM_Q_HEADS * 2 * HALF
     v = k + NUM_KV_HEADS * 2 * HALF
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_position)
-    angles = cos_sin + position.to(tl.int64) * (2 * HALF)
+    slot = tl.load(kv_slots + token)
+    column = tl.arange(0, BLOCK)
+    angles = cos_sin + position.to(tl.int64) * (2 * HALF) + column
+    cos = tl.load(angles, mask=column < HALF, other=0.0)
+    sin = tl.load(angles + HALF, mask=column < HALF, other=0.0)
+    if shrunk is not None:
+        after_q = (group >= Q_GROUPS).to(tl.int32)
+        after_k = (group >= Q_GROUPS + KV_GROUPS).to(tl.int32)
+        kind = after_q + after_k
+        heads = tl.where(after_q > 0, NUM_KV_HEADS, NUM_Q_HEADS)
+        lane = tl.arange(0, GROUP * BLOCK)
+        head = (group - after_q * Q_GROUPS - after_k * KV_GROUPS) * GROUP + lane // BLOCK
+        inside = (head < heads) & (lane % BLOCK < HALF)
+        n = head * (2 * HALF) + lane % BLOCK
+        adapter = tl.load(row_slot + token)
+        address, rank, scaling = find_slice(b_ptrs, lora_ranks, scalings, adapter, kind, MAX_LORAS)
+        left_first = first_ranks(address, arena, rank, n, inside, VECTOR, BLOCK_R)
+        right_first = first_ranks(address, arena, rank, n + HALF, inside, VECTOR, BLOCK_R)
+    wait_for_inputs(PDL)
+    if shrunk is not None:
+        source = shrunk + token * SHRUNK_STRIDE + kind * MAX_RANK
+        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
+        sums = row_sums(source, rank, split_stride, SPLITS, VECTOR, BLOCK_R)
+        left_delta = row_delta(
+            left_first,
+            sums,
+            address,
+            arena,
+            rank,
+            scaling,
+            source,
+            split_stride,
+            n,
+            inside,
+            SPLITS,
+            VECTOR,
+            BLOCK_R,
+        ).reshape(GROUP, BLOCK)
+        right_delta = row_delta(
+            right_first,
+            sums,
+            address,
+            arena,
+            rank,
+            scaling,
+            source,
+            split_stride,
+            n + HALF,
+            inside,
+            SPLITS,
+            VECTOR,
+            BLOCK_R,
+        ).reshape(GROUP, BLOCK)
+    else:
+        left_delta, right_delta, rank = None, None, 0
     if group < Q_GROUPS:
-        _rotate_heads(
+        rotate_heads(
             q,
             q,
+            left_delta,
+            right_delta,
+            rank,
             q_norm_weight,
             norm_eps,
             norm_weight_offset,
-            angles,
+            cos,
+            sin,
             group * GROUP,
             NUM_Q_HEADS,
             HALF,
             GROUP,
             BLOCK,
         )
-    else:
-        slot = tl.load(kv_slots + token)
-        if slot >= 0:
-            page = (slot // PAGE_SIZE).to(tl.int64)
-            entry = page * page_stride + (slot % PAGE_SIZE) * entry_stride
-            if group < Q_GROUPS + KV_GROUPS:
-                _rotate_heads(
-                    k,
-                    k_cache + entry,
-                    k_norm_weight,
-                    norm_eps,
-                    norm_weight_offset,
-                    angles,
-                    (group - Q_GROUPS) * GROUP,
-                    NUM_KV_HEADS,
-                    HALF,
-                    GROUP,
-                    BLOCK,
-                )
-            else:
-                first_head = (group - Q_GROUPS - KV_GROUPS) * GROUP
-                _copy_heads(v, v_cache + entry, first_head, NUM_KV_HEADS, HALF, GROUP, BLOCK)
+    elif slot >= 0:
+        page = (slot // PAGE_SIZE).to(tl.int64)
+        entry = page * page_stride + (slot % PAGE_SIZE) * entry_stride
+        if group < Q_GROUPS + KV_GROUPS:
+            rotate_heads(
+                k,
+                k_cache + entry,
+                left_delta,
+                right_delta,
+                rank,
+                k_norm_weight,
+                norm_eps,
+                norm_weight_offset,
+                cos,
+                sin,
+                (group - Q_GROUPS) * GROUP,
+                NUM_KV_HEADS,
+                HALF,
+                GROUP,
+                BLOCK,
+            )
+        else:
+            copy_heads(
+                v,
+                v_cache + entry,
+                left_delta,
+                right_delta,
+                rank,
+                (group - Q_GROUPS - KV_GROUPS) * GROUP,
+                NUM_KV_HEADS,
+                HALF,
+                GROUP,
+                BLOCK,
+            )
 
 
 def _check(
@@ -186,6 +218,17 @@ def _check(
 
 def rotary_kv_write_triton(
     qkv: torch.Tensor,
+    shrunk: torch.Tensor | None,
+    arena: torch.Tensor | None,
+    b_ptrs: torch.Tensor | None,
+    lora_ranks: torch.Tensor | None,
+    scalings: torch.Tensor | None,
+    row_slot: torch.Tensor | None,
+    row_order: torch.Tensor | None,
+    seg_indptr: torch.Tensor | None,
+    weight_indices: torch.Tensor | None,
+    num_segments: torch.Tensor | None,
+    max_rank: int,
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     norm_eps: float,
@@ -206,13 +249,16 @@ def rotary_kv_write_triton(
     rounded once on the store.
 
     qkv: [T, (Hq + 2 Hkv) · D], rows contiguous, any row stride; its q part is written, its k and
-    v parts are only read. cos_sin: [max_pos, D] float32, a row holds cos of the D/2 angles, then
-    sin. positions, kv_slots: [T] int32; a position is clamped into [0, max_pos), a slot is
+    v parts are only read. From shrunk to max_rank LoRA of three slices, whose deltas are added to
+    q, k and v before all that. cos_sin: [max_pos, D] float32, a row holds cos of the D/2 angles,
+    then sin. positions, kv_slots: [T] int32; a position is clamped into [0, max_pos), a slot is
     page · page_size + offset, and nothing is written for a negative one. k_cache, v_cache:
     [P, page_size, Hkv, D] of qkv's dtype, any page and entry stride, written; tokens with equal
     slots leave one of their values there. norm weights: [D] of any float dtype.
 
-    One program a token and group of heads. Moves 2 · T · (Hq + 2 Hkv) · D elements. Raises
+    One program a token and group of heads, which reads its part of that token's B. Moves
+    2 · T · (Hq + 2 Hkv) · D elements, and rank · (Hq + 2 Hkv) · D of B for each row with an
+    adapter. As the LoRA arguments, positions and kv_slots must be two launches old. Raises
     AssertionError on other shapes, dtypes or strides. Method: Su et al., "RoFormer" (2021), with
     the pairs (i, i + D/2) of GPT-NeoX; norm of heads: Henry et al., "Query-Key Normalization for
     Transformers" (2020), in its RMS form.
@@ -220,12 +266,26 @@ def rotary_kv_write_triton(
     weights = (q_norm_weight, k_norm_weight)
     indices = (positions, kv_slots)
     _check(qkv, weights, cos_sin, indices, num_q_heads, num_kv_heads, k_cache, v_cache)
+    rows = (row_slot, row_order, seg_indptr, weight_indices, num_segments)
+    num_tokens = qkv.shape[0]
+    lora = lora_of(num_tokens, 3, shrunk, arena, b_ptrs, lora_ranks, scalings, *rows, max_rank)
     half = k_cache.shape[3] // 2
     block = triton.next_power_of_2(half)
-    group = max(_HALF_ELEMENTS // block, 1)
+    half_elements, num_warps = _HALF_ELEMENTS, _NUM_WARPS
+    # The norm sums up squares in an order that goes by these two, whether or not there is LoRA.
+    if lora is not None and q_norm_weight is None and k_norm_weight is None:
+        half_elements = COLUMNS_PER_WARP * (1 if num_tokens <= FEW_ROWS else 4)
+        num_warps = max(half_elements, block) // COLUMNS_PER_WARP
+    group = max(half_elements // block, 1)
     num_groups = triton.cdiv(num_q_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
-    _rotary_kv_write_kernel[(qkv.shape[0], num_groups)](
+    _rotary_kv_write_kernel[(num_tokens, num_groups)](
         qkv,
+        shrunk,
+        arena,
+        b_ptrs,
+        lora_ranks,
+        scalings,
+        row_slot,
         q_norm_weight,
         k_norm_weight,
         norm_eps,
@@ -243,9 +303,12 @@ def rotary_kv_write_triton(
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
         PAGE_SIZE=k_cache.shape[1],
+        MAX_RANK=max_rank,
         GROUP=group,
         BLOCK=block,
-        num_warps=_NUM_WARPS,
+        **row_blocks(lora),
+        num_warps=num_warps,
+        **dependent_launch(qkv.device),
     )
 
 
@@ -266,6 +329,17 @@ def _rotate_torch(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 def rotary_kv_write_torch(
     qkv: torch.Tensor,
+    shrunk: torch.Tensor | None,
+    arena: torch.Tensor | None,
+    b_ptrs: torch.Tensor | None,
+    lora_ranks: torch.Tensor | None,
+    scalings: torch.Tensor | None,
+    row_slot: torch.Tensor | None,
+    row_order: torch.Tensor | None,
+    seg_indptr: torch.Tensor | None,
+    weight_indices: torch.Tensor | None,
+    num_segments: torch.Tensor | None,
+    max_rank: int,
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     norm_eps: float,
@@ -282,10 +356,21 @@ def rotary_kv_write_torch(
     weights = (q_norm_weight, k_norm_weight)
     indices = (positions, kv_slots)
     _check(qkv, weights, cos_sin, indices, num_q_heads, num_kv_heads, k_cache, v_cache)
+    rows = (row_slot, row_order, seg_indptr, weight_indices, num_segments)
+    num_tokens = qkv.shape[0]
+    lora = lora_of(num_tokens, 3, shrunk, arena, b_ptrs, lora_ranks, scalings, *rows, max_rank)
     page_size, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(-1, num_q_heads + 2 * num_kv_heads, head_dim)  # [T, Hq + 2 Hkv, D]
     angles = cos_sin[positions.clamp(0, cos_sin.shape[0] - 1)]  # [T, D]
-    rotated = heads[:, : num_q_heads + num_kv_heads].float()  # [T, Hq + Hkv, D]
+    values = heads[:, num_q_heads + num_kv_heads :]  # [T, Hkv, D]
+    if lora is None:
+        rotated = heads[:, : num_q_heads + num_kv_heads].float()  # [T, Hq + Hkv, D]
+    else:
+        kv_width = num_kv_heads * head_dim
+        delta = lora.delta([num_q_heads * head_dim, kv_width, kv_width])
+        wide = heads.float() + delta.view(heads.shape)
+        rotated = wide[:, : num_q_heads + num_kv_heads]
+        values = wide[:, num_q_heads + num_kv_heads :].to(qkv.dtype)
     if q_norm_weight is not None or k_norm_weight is not None:
         q, k = rotated[:, :num_q_heads], rotated[:, num_q_heads:]
         q = _norm_torch(q, q_norm_weight, norm_eps, norm_weight_offset)
@@ -297,7 +382,7 @@ def rotary_kv_write_torch(
     slots = kv_slots[writes]
     at = (slots // page_size, slots % page_size)
     k_cache[at] = rotated[writes, num_q_heads:]
-    v_cache[at] = heads[writes, num_q_heads + num_kv_heads :]
+    v_cache[at] = values[writes]
 
 
 rotary_kv_write = define_op(

@@ -55,13 +55,15 @@ def rotary_kv_write(
     num_q_heads: int,
     num_kv_heads: int,
     k_cache: Tensor,
-    **_: Any,
+    **lora: Any,
 ) -> int:
     """q is read and written, k and v are read, and written for rows with a place in the cache."""
     tokens, head = qkv.shape[0], k_cache.shape[-1] * qkv.element_size()
     kv_writes = int((kv_slots >= 0).sum())
+    widths = [count * k_cache.shape[-1] for count in (num_q_heads, num_kv_heads, num_kv_heads)]
     return (
-        size(q_norm_weight, k_norm_weight, positions, kv_slots)
+        _delta(widths, **lora)
+        + size(q_norm_weight, k_norm_weight, positions, kv_slots)
         + tokens * cos_sin.shape[1] * cos_sin.element_size()
         + 2 * tokens * num_q_heads * head
         + 2 * (tokens + kv_writes) * num_kv_heads * head

@@ -8,8 +8,10 @@ from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from kernels.lora_arguments import NO_LORA
 from kernels.rotary import rotary_kv_write, rotary_kv_write_torch, rotary_kv_write_triton
 from tests.kernels.cross_compile import compile_launches
+from tests.kernels.expand_batch import ROWS, ExpandBatch
 
 MAX_POSITION, PAGES, PAGE_SIZE, EPS = 40, 4, 4, 1e-6
 POSITIONS = [7, 0, 39, 12, 0, 99, -3]  # the last two lie outside the table
@@ -24,8 +26,27 @@ class Case:
     dtype: torch.dtype
     norms: str = ""  # which of "q" and "k" are normalised
     weight_offset: float = 0.0
+    lora: ExpandBatch | None = None
+
+    @property
+    def slice_sizes(self) -> list[int]:
+        heads = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
+        return [count * self.head_dim for count in heads]
 
 
+LORA_NAMES = (
+    "shrunk",
+    "arena",
+    "b_ptrs",
+    "lora_ranks",
+    "scalings",
+    "row_slot",
+    "row_order",
+    "seg_indptr",
+    "weight_indices",
+    "num_segments",
+    "max_rank",
+)
 CASES = [
     Case(9, 3, 64, torch.float32),
     Case(4, 1, 80, torch.bfloat16),
@@ -45,24 +66,32 @@ def _table(head_dim: int) -> torch.Tensor:
 def _arguments(case: Case, device: torch.device | str = "cpu") -> dict:
     """The op's arguments: qkv's rows apart, NaN between; caches of inf, pages of K beside V."""
     generator = torch.Generator().manual_seed(case.head_dim)
-    width = (case.num_q_heads + 2 * case.num_kv_heads) * case.head_dim
-    qkv = torch.full((len(POSITIONS), width + 16), torch.nan, dtype=case.dtype)
-    qkv[:, :width] = torch.randn(len(POSITIONS), width, generator=generator)
+    width = sum(case.slice_sizes)
+    tokens = len(case.lora.rows) if case.lora else len(POSITIONS)
+    qkv = torch.full((tokens, width + 16), torch.nan, dtype=case.dtype)
+    qkv[:, :width] = torch.randn(tokens, width, generator=generator)
     weights = {
         kind: torch.randn(case.head_dim, generator=generator).to(case.dtype, copy=True).to(device)
         for kind in case.norms
     }
     shape = (PAGES, 2, PAGE_SIZE, case.num_kv_heads, case.head_dim)
+    positions, slots = POSITIONS, SLOTS
+    if case.lora:  # every row with a place of its own, but the third
+        shape = (-(-tokens // PAGE_SIZE), *shape[1:])
+        positions = [(3 * row) % MAX_POSITION for row in range(tokens)]
+        slots = [-1 if row == 2 else row for row in range(tokens)]
     cache = torch.full(shape, torch.inf, dtype=case.dtype, device=device)
+    lora = case.lora.arguments(device) if case.lora else NO_LORA
     return {
         "qkv": qkv.to(device)[:, :width],
+        **dict(zip(LORA_NAMES, lora, strict=True)),
         "q_norm_weight": weights.get("q"),
         "k_norm_weight": weights.get("k"),
         "norm_eps": EPS,
         "norm_weight_offset": case.weight_offset,
         "cos_sin": _table(case.head_dim).to(device),
-        "positions": torch.tensor(POSITIONS, dtype=torch.int32, device=device),
-        "kv_slots": torch.tensor(SLOTS, dtype=torch.int32, device=device),
+        "positions": torch.tensor(positions, dtype=torch.int32, device=device),
+        "kv_slots": torch.tensor(slots, dtype=torch.int32, device=device),
         "num_q_heads": case.num_q_heads,
         "num_kv_heads": case.num_kv_heads,
         "k_cache": cache[:, 0],
@@ -148,3 +177,102 @@ def test_launcher_refuses_what_the_kernel_does_not_read(change, message):
 @pytest.mark.parametrize("case", CASES[:5], ids=str)
 def test_compiles(case):
     assert compile_launches(rotary_kv_write_triton, **_arguments(case)) == 1
+
+
+def _with_lora(case: Case, rows: list[int], **lora) -> Case:
+    return replace(case, lora=ExpandBatch(rows, case.slice_sizes, **lora))
+
+
+BF16 = torch.bfloat16
+LORA_CASES = {
+    "one_row": _with_lora(Case(9, 3, 64, torch.float32), ROWS[1], splits=4),
+    "gqa": _with_lora(Case(4, 1, 80, torch.float32), ROWS[8], splits=4),
+    "bf16": _with_lora(Case(4, 2, 128, BF16), ROWS[8], dtype=BF16, splits=4),
+    "norms": _with_lora(Case(5, 2, 96, torch.float32, "qk", 1.0), ROWS[8]),
+    "norms_bf16": _with_lora(Case(4, 2, 128, BF16, "qk"), ROWS[3], dtype=BF16, splits=4),
+    "one_norm": _with_lora(Case(3, 3, 256, torch.float32, "k"), ROWS[3]),
+    "odd_ranks": _with_lora(
+        Case(2, 1, 16, torch.float32),
+        ROWS[8],
+        ranks=[[1, 2, 3, 0, 5], [0, 0, 4, 0, 0], [3, 1, 0, 0, 2]],
+        max_rank=5,
+    ),
+    "disabled": _with_lora(
+        Case(2, 1, 16, torch.float16), ROWS[8], disabled=frozenset({0, 4}), dtype=torch.float16
+    ),
+    "many_rows": _with_lora(Case(6, 2, 32, torch.float32), ROWS[40], splits=4),
+    "many_rows_mixed": _with_lora(Case(2, 2, 64, BF16, "q"), ROWS[17]),
+}
+
+
+@pytest.mark.parametrize("name", LORA_CASES)
+def test_op_adds_deltas_before_norm_and_rotation(name):
+    case = LORA_CASES[name]
+    arguments = _arguments(case)
+    plain = _arguments(replace(case, dtype=torch.float32))  # the same op on q, k and v with deltas
+    plain |= dict(zip(LORA_NAMES, NO_LORA, strict=True))
+    plain["qkv"].copy_((arguments["qkv"].double() + case.lora.delta()).float())
+    for kind in ("q_norm_weight", "k_norm_weight"):
+        if plain[kind] is not None:
+            plain[kind] = arguments[kind].float()
+    rotary_kv_write(*arguments.values())
+    rotary_kv_write(*plain.values())
+    rtol, atol = (
+        (2e-5, 2e-5) if case.dtype == torch.float32 else (torch.finfo(case.dtype).eps, 2e-3)
+    )
+    q_width = case.slice_sizes[0]
+    pairs = [(arguments["qkv"][:, :q_width], plain["qkv"][:, :q_width])]
+    pairs += [(arguments[name], plain[name]) for name in ("k_cache", "v_cache")]
+    for actual, expected in pairs:
+        assert_close(actual.float(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", LORA_CASES)
+def test_kernel_with_deltas_matches_twin(kernel_device, name):
+    case = LORA_CASES[name]
+    expected, actual = _arguments(case), _arguments(case, kernel_device)
+    plain = _arguments(case, kernel_device) | dict(zip(LORA_NAMES, NO_LORA, strict=True))
+    given = expected["qkv"].clone()
+    rotary_kv_write_torch(**expected)
+    rotary_kv_write_triton(**actual)
+    rotary_kv_write_triton(**plain)
+    # float32 sums in another order, then one rounding; atol for what cancels.
+    rtol, atol = (
+        (1e-5, 5e-5) if case.dtype == torch.float32 else (torch.finfo(case.dtype).eps, 4e-3)
+    )
+    for name in ("qkv", "k_cache", "v_cache"):
+        assert_close(actual[name].cpu(), expected[name], rtol=rtol, atol=atol)
+    q_width = case.slice_sizes[0]
+    assert torch.equal(actual["qkv"][:, q_width:].cpu(), given[:, q_width:]), "k, v only read"
+    base = case.lora.base_rows
+    assert torch.equal(actual["qkv"][base], plain["qkv"][base]), "rows without a delta"
+    places = [row for row in base if row != 2]
+    for name in ("k_cache", "v_cache"):
+        found, without = (arguments[name].flatten(0, 1) for arguments in (actual, plain))
+        assert torch.equal(found[places], without[places]), "rows without a delta"
+        assert (found[2] == torch.inf).all(), "a negative slot"
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", ["norms", "many_rows"])
+def test_a_token_with_a_delta_does_not_depend_on_its_neighbours(kernel_device, name):
+    case = LORA_CASES[name]
+    together, poisoned = _arguments(case, kernel_device), _arguments(case, kernel_device)
+    kept = 3
+    assert kept not in case.lora.base_rows
+    others = [row for row in range(len(case.lora.rows)) if row != kept]
+    poisoned["qkv"][others] = torch.nan
+    poisoned["shrunk"][:, others] = torch.nan
+    rotary_kv_write_triton(**together)
+    rotary_kv_write_triton(**poisoned)
+    q_width = case.slice_sizes[0]
+    assert torch.equal(together["qkv"][kept, :q_width], poisoned["qkv"][kept, :q_width])
+    page, entry = divmod(kept, PAGE_SIZE)
+    for cache in ("k_cache", "v_cache"):
+        assert torch.equal(together[cache][page, entry], poisoned[cache][page, entry])
+
+
+@pytest.mark.parametrize("name", ["bf16", "norms_bf16", "many_rows_mixed"])
+def test_compiles_with_deltas(name):
+    assert compile_launches(rotary_kv_write_triton, **_arguments(LORA_CASES[name])) == 1

@@ -41,19 +41,29 @@ def test_products_and_pointwise_ops():
 
 def test_rotary_and_attention():
     cache = bf16(9, 16, 2, 8)  # pages of 16 tokens, two heads of 8
-    moved = op_bytes.rotary_kv_write(
-        qkv=bf16(3, (4 + 2 * 2) * 8),
-        q_norm_weight=None,
-        k_norm_weight=bf16(8),
-        cos_sin=torch.zeros(99, 8),
-        positions=ints(1, 2, 3),
-        kv_slots=ints(5, -1, 7),
-        num_q_heads=4,
-        num_kv_heads=2,
-        k_cache=cache,
-    )
+    rotary = {
+        "qkv": bf16(3, (4 + 2 * 2) * 8),
+        "q_norm_weight": None,
+        "k_norm_weight": bf16(8),
+        "cos_sin": torch.zeros(99, 8),
+        "positions": ints(1, 2, 3),
+        "kv_slots": ints(5, -1, 7),
+        "num_q_heads": 4,
+        "num_kv_heads": 2,
+        "k_cache": cache,
+    }
+    moved = op_bytes.rotary_kv_write(**rotary)
     q, kv = 3 * 4 * 8 * 2, 3 * 2 * 2 * 8 * 2
     assert moved == 8 * 2 + 2 * 3 * 4 + 3 * 8 * 4 + 2 * q + kv + kv * 2 // 3
+    one_slot = {
+        "arena": bf16(1),
+        "lora_ranks": torch.tensor([[5], [0], [3]], dtype=torch.int32),
+        "seg_indptr": ints(0, 2),
+        "weight_indices": ints(0),
+        "num_segments": ints(1),
+    }
+    deltas = (5 * 32 + 3 * 16) * 2 + 2 * (5 + 3) * 4
+    assert op_bytes.rotary_kv_write(**rotary, **one_slot) == moved + deltas
     lens, requests, out = ints(20, 0, 3), ints(0, 2, 1), bf16(3, 32)
     keys = (20 + 3) * 2 * 2 * 8 * 2
     fixed = 2 * 3 * 32 * 2 + 2 * 3 * 4
