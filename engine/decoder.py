@@ -11,13 +11,16 @@ import torch
 from engine.architecture import Architecture
 from engine.attention import Attention
 from engine.checkpoint import WeightSource
-from engine.decoder_weights import DecoderWeights, LayerWeights, SparseMLP
+from engine.decoder_weights import DecoderWeights, LayerWeights, Projection, SparseMLP
 from engine.lora_delta import LoRADelta, project
 from engine.mixture import run_mixture
 from engine.rotary_table import rotary_table
 from kernels.activation import gated_activation
+from kernels.add_expand import add_expand
 from kernels.embedding import embed
 from kernels.linear import linear
+from kernels.linear_config import linear_splits
+from kernels.lora_arguments import NO_LORA
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary_kv_write
 from memory.kv_cache import KVCache
@@ -69,14 +72,17 @@ class Decoder:
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.weights.norm]
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             self._attend(index, layer, tokens, attention, lora, cache, ws)
-            add_rms_norm(ws.delta, ws.residual, layer.post_attention_norm, *norm, ws.hidden)
-            if isinstance(layer.mlp, SparseMLP):
-                run_mixture(index, layer.mlp, a, tokens.row_mask, lora, ws)
-            else:
-                project(ws.hidden, layer.mlp.gate_up, index, Target.GATE_PROJ, lora, ws.gate_up)
-                gated_activation(ws.gate_up, a.activation, ws.activated)
-                project(ws.activated, layer.mlp.down, index, Target.DOWN_PROJ, lora, ws.delta)
-            add_rms_norm(ws.delta, ws.residual, next_norm, *norm, ws.hidden)
+            post_norm, mlp = layer.post_attention_norm, layer.mlp
+            self._add_and_norm(ws.attended, layer.o, index, Target.O_PROJ, lora, post_norm, ws)
+            if isinstance(mlp, SparseMLP):
+                run_mixture(index, mlp, a, tokens.row_mask, lora, ws)
+                add_rms_norm(ws.delta, ws.residual, next_norm, *norm, ws.hidden)
+                continue
+            delta = project(
+                ws.hidden, mlp.gate_up, index, Target.GATE_PROJ, lora, ws.gate_up, fold=True
+            )
+            gated_activation(ws.gate_up, *delta, a.activation, ws.activated)
+            self._add_and_norm(ws.activated, mlp.down, index, Target.DOWN_PROJ, lora, next_norm, ws)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """The LM head: `hidden` [B, H] to `out` [B, V], in place."""
@@ -93,7 +99,8 @@ class Decoder:
         ws: Workspace,
     ) -> None:
         a = self.architecture
-        project(ws.hidden, layer.qkv, index, Target.Q_PROJ, lora, ws.qkv)
+        between = a.row_qk_norm or a.clip_qkv is not None  # what reads q and k before rotation
+        delta = project(ws.hidden, layer.qkv, index, Target.Q_PROJ, lora, ws.qkv, fold=not between)
         if a.row_qk_norm:
             q, k, _ = ws.qkv.split(layer.qkv.slice_sizes, dim=1)
             for part, weight in ((q, layer.q_norm), (k, layer.k_norm)):
@@ -103,6 +110,7 @@ class Decoder:
             torch.clamp(ws.qkv, -a.clip_qkv, a.clip_qkv, out=ws.qkv)
         rotary_kv_write(
             ws.qkv,
+            *delta,
             layer.q_norm if a.qk_norm else None,
             layer.k_norm if a.qk_norm else None,
             a.norm_eps,
@@ -123,4 +131,26 @@ class Decoder:
             a.layer_windows[index],
             ws.attended,
         )
-        project(ws.attended, layer.o, index, Target.O_PROJ, lora, ws.delta)
+
+    def _add_and_norm(
+        self,
+        x: torch.Tensor,
+        projection: Projection,
+        index: int,
+        target: Target,
+        lora: LoRADelta | None,
+        norm_weight: torch.Tensor,
+        ws: Workspace,
+    ) -> None:
+        """`ws.residual` += x Wᵀ and its deltas, `ws.hidden` the norm of the sum."""
+        norm = (norm_weight, self.architecture.norm_eps, self.architecture.norm_weight_offset)
+        (tokens, width), hidden = x.shape, ws.delta.shape[1]
+        splits, out = linear_splits(tokens, hidden, width, x.dtype, x.device), ws.delta
+        if splits > 1:  # the op that adds them up is the next anyway
+            out = ws.product[: splits * out.numel()].view(splits, *out.shape)
+        delta = project(x, projection, index, target, lora, out, fold=True)
+        if delta is NO_LORA:
+            add_rms_norm(out, ws.residual, *norm, ws.hidden)
+        else:
+            add_expand(out, ws.residual, *delta)
+            rms_norm(ws.residual, *norm, ws.hidden)

@@ -6,6 +6,7 @@ import torch
 
 from engine.lora_delta import LoRADelta
 from kernels.activation import gated_activation
+from kernels.lora_arguments import NO_LORA
 from kernels.moe_align import moe_lora_align_block_size
 from kernels.moe_combine import moe_combine
 from kernels.moe_lora_down import moe_lora_down
@@ -81,7 +82,7 @@ class ExpertDelta:
         outer_ranks = self._experts.outer_ranks[self.index, GATE_UP]
         if self._is_grouped:
             self._expand_grouped(shrunk, tables, outer_ranks, moe.gate_up)
-            gated_activation(moe.gate_up, kind, moe.activated)
+            gated_activation(moe.gate_up, *NO_LORA, kind, moe.activated)
             return
         moe_lora_gate_up(
             moe.gate_up,

@@ -1,4 +1,9 @@
-"""`y = x Wᵀ + scaling · (x Aᵀ) Bᵀ`: the delta of the rows of a step that have an adapter."""
+"""`y = x Wᵀ + scaling · (x Aᵀ) Bᵀ`: the delta of the rows of a step that have an adapter.
+
+While decoding, nothing of it is written to memory but x Aᵀ: that is computed in the launch of the
+base product or beside it, and the kernel that reads the product next adds the rest (`project`
+hands it the tables). In steps of many rows the delta is added to the product in place.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,24 +13,34 @@ import torch
 from engine.decoder_weights import Projection
 from engine.side_branch import SideBranch
 from kernels.linear import linear
+from kernels.linear_config import linear_config
+from kernels.linear_shrink import linear_shrink
+from kernels.lora_arguments import NO_LORA
 from kernels.lora_gather import lora_gather
 from kernels.lora_metadata import lora_metadata
 from kernels.lora_segments import shrink_split_k
 from kernels.sgemm import sgemm_a, sgemm_b
-from memory.adapter_tables import AdapterTables
+from memory.adapter_tables import AdapterTables, LinearTables
 from memory.lora_batch_info import LoRABatchInfo
 from memory.lora_targets import Target
 
 LoRABackend = Literal["torch", "sgemm"]
+
+MAX_FOLDED_ROWS = 128  # above, deltas are added in place
+
+_Tensor = torch.Tensor | None
+DeltaArgs = tuple[
+    _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, int
+]
+"""What an op still adds to a product that it reads: see `kernels.lora_arguments`."""
 
 
 @dataclass(frozen=True)
 class LoRADelta:
     """One step's LoRA: which rows use which slot, and where the slots' weights lie.
 
-    `shrunk` is flat float32 workspace for one x Aᵀ at a time, written on the branch `side` and
-    read after the join. Backend "torch" is plain torch on a GPU; on the CPU every backend is the
-    ops' torch twins.
+    `shrunk` is flat float32 workspace for one x Aᵀ at a time: what reads it comes before the next
+    one. Backend "torch" is plain torch on a GPU; on the CPU every backend is the ops' torch twins.
     """
 
     backend: LoRABackend
@@ -50,43 +65,117 @@ class LoRADelta:
             info.num_segments,
             info.pair_row,
             info.pair_slot,
+            info.row_slot,
+            info.row_order,
         )
 
     def project(
-        self, layer: int, first: Target, x: torch.Tensor, projection: Projection, y: torch.Tensor
-    ) -> None:
-        """`y` [T, N] = x Wᵀ + bias of the layers stacked from `first`, and on top the deltas of
-        each, in place. x Aᵀ needs nothing but `x` [T, in] and runs beside the base product."""
+        self,
+        layer: int,
+        first: Target,
+        x: torch.Tensor,
+        projection: Projection,
+        out: torch.Tensor,
+        fold: bool,
+    ) -> DeltaArgs:
+        """`out` = x Wᵀ + bias of the layers stacked from `first`, for `x` [T, in], and each row's
+        deltas: in place, or where `fold` allows and the step is small, returned to be added by
+        the op that reads `out`. `out` is [T, N] or float32 partials [S, T, N]."""
         stacked, sizes = slice(first, first + len(projection.slice_sizes)), projection.slice_sizes
-        tables, info = self.tables.linear, self.info
-        a_ptrs, b_ptrs = tables.a_ptrs[layer, stacked], tables.b_ptrs[layer, stacked]
-        ranks, scalings = tables.lora_ranks[layer, stacked], tables.scalings[layer, stacked]
+        linear_tables = self.tables.linear
+        tables = LinearTables(
+            linear_tables.a_ptrs[layer, stacked],
+            linear_tables.b_ptrs[layer, stacked],
+            linear_tables.lora_ranks[layer, stacked],
+            linear_tables.scalings[layer, stacked],
+        )
         if self.backend == "torch" and x.is_cuda:
-            linear(x, projection.weight, projection.bias, y)
-            lora_gather(
-                x,
+            linear(x, projection.weight, projection.bias, out)
+            self._gather(x, tables, sizes, out)
+            return NO_LORA
+        info = self.info
+        shrunk = self._shrink_beside(x, projection, tables, out)
+        if fold and x.shape[0] <= MAX_FOLDED_ROWS:
+            return (
+                shrunk,
                 self.arena,
-                self.arena_address,
-                a_ptrs,
-                b_ptrs,
-                ranks,
-                scalings,
-                info.row_adapter,
-                self.adapter_enabled,
+                tables.b_ptrs,
+                tables.lora_ranks,
+                tables.scalings,
+                info.row_slot,
+                info.row_order,
+                info.seg_indptr,
+                info.weight_indices,
+                info.num_segments,
                 self.max_rank,
-                sizes,
-                y,
             )
-            return
-        tokens, width = x.shape[0], len(sizes) * self.max_rank
+        sgemm_b(
+            shrunk,
+            self.arena,
+            tables.b_ptrs,
+            tables.lora_ranks,
+            tables.scalings,
+            info.seg_indptr,
+            info.weight_indices,
+            info.pair_row,
+            info.num_segments,
+            self.max_rank,
+            sizes,
+            _summand(out),
+        )
+        return NO_LORA
+
+    def _shrink_beside(
+        self, x: torch.Tensor, projection: Projection, tables: LinearTables, out: torch.Tensor
+    ) -> torch.Tensor:
+        """`out` = x Wᵀ + bias, and x Aᵀ [splits, T, stack · max_rank], which needs nothing but
+        `x`: in the same launch where the product is our own, else on the branch beside it."""
+        tokens, width = x.shape[0], len(projection.slice_sizes) * self.max_rank
         splits = shrink_split_k(tokens, x.shape[1]) if x.is_cuda else 1
         shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
-        segments = (info.seg_indptr, info.weight_indices, info.pair_row, info.num_segments)
+        info, weight, bias = self.info, projection.weight, projection.bias
+        adapters = (
+            self.arena,
+            tables.a_ptrs,
+            tables.lora_ranks,
+            info.seg_indptr,
+            info.weight_indices,
+            info.pair_row,
+            info.num_segments,
+            self.max_rank,
+            shrunk,
+        )
+        if not x.is_cuda or linear_config(tokens, *weight.shape, x.dtype, x.device):
+            linear_shrink(x, weight, bias, out, *adapters)
+            return shrunk
         with self.side.forked():
-            sgemm_a(x, self.arena, a_ptrs, ranks, *segments, self.max_rank, shrunk)
-        linear(x, projection.weight, projection.bias, y)
+            sgemm_a(x, *adapters)
+        linear(x, weight, bias, out)
         self.side.join()
-        sgemm_b(shrunk, self.arena, b_ptrs, ranks, scalings, *segments, self.max_rank, sizes, y)
+        return shrunk
+
+    def _gather(
+        self, x: torch.Tensor, tables: LinearTables, sizes: list[int], out: torch.Tensor
+    ) -> None:
+        lora_gather(
+            x,
+            self.arena,
+            self.arena_address,
+            tables.a_ptrs,
+            tables.b_ptrs,
+            tables.lora_ranks,
+            tables.scalings,
+            self.info.row_adapter,
+            self.adapter_enabled,
+            self.max_rank,
+            sizes,
+            _summand(out),
+        )
+
+
+def _summand(out: torch.Tensor) -> torch.Tensor:
+    """[T, N] of a product, to which a delta can be added: of partials the first."""
+    return out[0] if out.dim() == 3 else out
 
 
 def project(
@@ -96,9 +185,11 @@ def project(
     first: Target,
     lora: LoRADelta | None,
     out: torch.Tensor,
-) -> None:
-    """`out` [T, N] = x Wᵀ + bias, with each row's own adapter where there are adapters."""
+    fold: bool = False,
+) -> DeltaArgs:
+    """`out` [T, N] = x Wᵀ + bias, with each row's own adapter where there are adapters; of the
+    deltas what is still to be added, which is nothing unless `fold`."""
     if lora is None:
         linear(x, projection.weight, projection.bias, out)
-    else:
-        lora.project(layer, first, x, projection, out)
+        return NO_LORA
+    return lora.project(layer, first, x, projection, out, fold)

@@ -11,6 +11,7 @@ from engine.decoder_weights import DenseMLP, Projection, SparseMLP
 from engine.expert_delta import NO_ROUTER_TABLES, ExpertDelta
 from engine.lora_delta import LoRADelta, project
 from kernels.activation import gated_activation
+from kernels.lora_arguments import NO_LORA
 from kernels.moe_align import moe_align_block_size
 from kernels.moe_combine import moe_combine
 from kernels.moe_gemm import moe_gemm
@@ -68,7 +69,7 @@ def run_mixture(
         delta.add_gate_up(kind)
         delta.shrink_down()
     else:
-        gated_activation(moe.gate_up, kind, moe.activated)
+        gated_activation(moe.gate_up, *NO_LORA, kind, moe.activated)
     moe_gemm(moe.activated, weights.down, moe.topk_ids, *sort, block, 1, moe.down)
     if delta:
         delta.add_down_and_combine(*shared, ws.delta)
@@ -94,7 +95,9 @@ def _run_shared(
     hidden: torch.Tensor,
     ws: SharedExpertWorkspace,
 ) -> None:
-    project(hidden, mlp.gate_up, index, Target.SHARED_GATE_PROJ, lora, ws.gate_up)
-    gated_activation(ws.gate_up, kind, ws.activated)
+    delta = project(
+        hidden, mlp.gate_up, index, Target.SHARED_GATE_PROJ, lora, ws.gate_up, fold=True
+    )
+    gated_activation(ws.gate_up, *delta, kind, ws.activated)
     project(ws.activated, mlp.down, index, Target.SHARED_DOWN_PROJ, lora, ws.down)
     project(hidden, gate, index, Target.SHARED_EXPERT_GATE, lora, ws.gate)

@@ -12,8 +12,9 @@ class LoRABatchInfo:
     T rows, S = min(T, max_loras) segments at most. `row_adapter` [T]: slot of each row, -1 none.
     The kernel `lora_metadata` fills the rest: segment s holds slot `weight_indices[s]` and the
     pairs `seg_indptr[s]:seg_indptr[s+1]`; `pair_row`, `pair_slot` [T] are in sorted order, -1
-    where unused; `permutation` [T] maps a sorted pair to its unsorted index. `pair_weight`
-    float32 [T] is one: a row has one adapter at most.
+    where unused; `permutation` [T] maps a sorted pair to its unsorted index. `row_slot` [T]: the
+    row's slot if that is enabled, else -1; `row_order` [T]: all rows, by slot, those without one
+    last. `pair_weight` float32 [T] is one: a row has one adapter at most.
     """
 
     row_adapter: torch.Tensor
@@ -23,6 +24,8 @@ class LoRABatchInfo:
     permutation: torch.Tensor
     pair_row: torch.Tensor
     pair_slot: torch.Tensor
+    row_slot: torch.Tensor
+    row_order: torch.Tensor
     pair_weight: torch.Tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -43,6 +46,8 @@ class LoRABatchInfo:
             permutation=empty(max_rows),
             pair_row=empty(max_rows),
             pair_slot=empty(max_rows),
+            row_slot=empty(max_rows),
+            row_order=empty(max_rows),
             pair_weight=torch.ones(max_rows, dtype=torch.float32, device=device),
         )
 
@@ -57,5 +62,7 @@ class LoRABatchInfo:
             permutation=self.permutation[:rows],
             pair_row=self.pair_row[:rows],
             pair_slot=self.pair_slot[:rows],
+            row_slot=self.row_slot[:rows],
+            row_order=self.row_order[:rows],
             pair_weight=self.pair_weight[:rows],
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.linear_config import linear_splits
 from kernels.lora_segments import shrink_split_k
 from kernels.moe_lora_shrink import moe_shrink_split_k
 from kernels.paged_attention import decode_splits
@@ -16,7 +17,7 @@ from memory.extents import ALIGNMENT_BYTES, aligned
 from memory.kv_cache import KVCache, page_bytes
 from memory.lora_batch_info import LoRABatchInfo
 from memory.lora_targets import EXPERT_TARGETS
-from memory.model_dims import ModelDims, adapter_bytes, all_targets
+from memory.model_dims import ModelDims, adapter_bytes, all_targets, qkv_sizes
 from memory.page_pool import PagePool
 from memory.request_tables import RequestTables
 from memory.staging import StagingRing
@@ -191,10 +192,23 @@ class MemoryManager:
             shrink_numel=shrink_rows * STACKED_SLICES * config.max_lora_rank
             if config.max_loras
             else 0,
+            product_numel=self._product_numel(rows),
             attention_numel=partials * dims.head_dim,
             attention_lse_numel=partials,
             sampling_shape=tuple(max(sizes) for sizes in zip(*shapes, strict=True)),
         )
+
+    def _product_numel(self, most: int) -> int:
+        """Of the partials of attention's and the MLP's last products, which steps of few rows
+        split."""
+        hidden, device = self.dims.hidden_size, self.device
+        widths = {qkv_sizes(self.dims)[0], self.dims.intermediate_size}
+        splits = {
+            (rows, linear_splits(rows, hidden, width, self.dtype, device))
+            for rows in range(1, most + 1)
+            for width in widths
+        }
+        return max((rows * count * hidden for rows, count in splits if count > 1), default=0)
 
     def _plan(self, weight_bytes: int) -> Budget:
         config = self.config

@@ -14,13 +14,15 @@ from memory.moe_workspace import MoEMemory, MoEWorkspace
 @dataclass(frozen=True)
 class WorkspaceSizes:
     """The largest of everything: `rows` tokens in a step, `logit_rows` rows with logits,
-    `shrink_numel` float32 of split LoRA shrinks, `attention_numel` float32 of split attention
-    outputs, `sampling_shape` of the sampler's partials; `max_loras` slots."""
+    `shrink_numel` float32 of split LoRA shrinks, `product_numel` of split products,
+    `attention_numel` of split attention outputs, `sampling_shape` of the sampler's partials;
+    `max_loras` slots."""
 
     rows: int
     max_loras: int
     logit_rows: int
     shrink_numel: int
+    product_numel: int
     attention_numel: int
     attention_lse_numel: int
     sampling_shape: tuple[int, ...]
@@ -31,10 +33,11 @@ class Workspace:
     """T rows in the model's dtype unless said; nothing here survives a step.
 
     `residual`, `hidden`, `delta` [T, H]; `qkv` [T, (Hq + 2 Hkv) D]; `attended` [T, Hq D];
-    `gate_up` [T, 2 I]; `activated` [T, I]. Flat float32: `shrunk` (LoRA x·A partials),
-    `attention_out` and `attention_lse` (split-KV partials). For the rows
-    that need logits: `logits` [B, V] and `scratch` float32 [B, V], and the sampler's
-    `sampling_partials` float32 [B, …]. `moe` of a mixture of experts comes out of `moe_memory`.
+    `gate_up` [T, 2 I]; `activated` [T, I]. Flat float32: `shrunk` (LoRA x·A partials), `product`
+    (partials of what is added to the residual), `attention_out` and `attention_lse` (split-KV
+    partials). For the rows that need logits: `logits` [B, V] and `scratch` float32 [B, V], and
+    the sampler's `sampling_partials` float32 [B, …]. `moe` of a mixture of experts comes out of
+    `moe_memory`.
     """
 
     residual: torch.Tensor
@@ -45,6 +48,7 @@ class Workspace:
     gate_up: torch.Tensor
     activated: torch.Tensor
     shrunk: torch.Tensor
+    product: torch.Tensor
     attention_out: torch.Tensor
     attention_lse: torch.Tensor
     sampling_partials: torch.Tensor
@@ -84,6 +88,7 @@ class Workspace:
             gate_up=rows(2 * dense_width),
             activated=rows(dense_width),
             shrunk=floats(sizes.shrink_numel),
+            product=floats(sizes.product_numel),
             attention_out=floats(sizes.attention_numel),
             attention_lse=floats(sizes.attention_lse_numel),
             sampling_partials=floats(*sizes.sampling_shape),
