@@ -101,3 +101,8 @@ class ExpandBatch:
 def skip_what_the_interpreter_cannot(batch: ExpandBatch, device: torch.device) -> None:
     if device.type == "cpu" and batch.dtype == torch.bfloat16 and len(batch.rows) > FEW_ROWS:
         pytest.skip("the interpreter's dot takes bfloat16 for integers")
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Unlike torch.equal, knows the sign of a zero."""
+    return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
