@@ -45,8 +45,10 @@ def rotate_heads(
         left = left * inverse_rms * (left_weight + norm_weight_offset)[None, :]
         right = right * inverse_rms * (right_weight + norm_weight_offset)[None, :]
     cos, sin = cos[None, :], sin[None, :]
-    rotated_left = (left * cos - right * sin).to(target.dtype.element_ty)
-    rotated_right = (right * cos + left * sin).to(target.dtype.element_ty)
+    # Which of the two products is fused with the sum is said here: left to the compiler it may
+    # differ between a launch with deltas and one without, and with it a base row's last bit.
+    rotated_left = tl.fma(left, cos, -(right * sin)).to(target.dtype.element_ty)
+    rotated_right = tl.fma(right, cos, left * sin).to(target.dtype.element_ty)
     tl.store(target + offset, rotated_left, mask=mask)
     tl.store(target + HALF + offset, rotated_right, mask=mask)
 
