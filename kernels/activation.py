@@ -172,7 +172,7 @@ def _gated_activation_tile_kernel(
 ):
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < INTERMEDIATE
-    slot, rows, live = find_rows(
+    slot, rows, live, any_live = find_rows(
         row_order,
         seg_indptr,
         weight_indices,
@@ -188,6 +188,8 @@ def _gated_activation_tile_kernel(
     gate_first = first_ranks(gate_b, arena, gate_rank, column, inside, VECTOR, BLOCK_R)
     up_first = first_ranks(up_b, arena, up_rank, column, inside, VECTOR, BLOCK_R)
     wait_for_inputs(PDL)
+    if not any_live:  # of the tiles that could be, most are not there
+        return
     gate_s = shrunk + rows * SHRUNK_STRIDE
     up_s = gate_s + MAX_RANK
     split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE

@@ -126,7 +126,7 @@ def _add_expand_tile_kernel(
 ):
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < HIDDEN
-    slot, rows, live = find_rows(
+    slot, rows, live, any_live = find_rows(
         row_order,
         seg_indptr,
         weight_indices,
@@ -140,6 +140,8 @@ def _add_expand_tile_kernel(
     address, rank, scaling = find_slice(b_ptrs, lora_ranks, scalings, slot, 0, MAX_LORAS)
     first = first_ranks(address, arena, rank, column, inside, VECTOR, BLOCK_R)
     wait_for_inputs(PDL)
+    if not any_live:
+        return
     s_rows = shrunk + rows * SHRUNK_STRIDE
     split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
     first_s = first_partials(s_rows, live, rank, split_stride, SPLITS, VECTOR, BLOCK_S, BLOCK_R)

@@ -78,7 +78,9 @@ def tiles_for(
 
     Splits: programs for most multiprocessors, each with K enough to fill its pipeline. Stages:
     deep where a multiprocessor has a tile or two; where many follow one another their loads
-    overlap anyway. Measured on an H200 at 1, 8 and 32 rows, N from 2048 to 128256.
+    overlap anyway. Wide tiles where with them, and only with them, all run at once: there is no
+    second wave to start, and the kernel after this one comes up at once too. Measured on an H200
+    at 1, 8 and 32 rows, N from 2048 to 128256.
     """
     if card.capability < (9, 0) or num_tokens > MAX_ROWS or in_features % VECTOR:
         return None
@@ -90,6 +92,9 @@ def tiles_for(
     stages = 5 if filled <= 2 else 4 if filled <= 8 else 3
     block_m = max(16, triton.next_power_of_2(num_tokens))
     config = LinearConfig(block_m, BLOCK_N, BLOCK_K, NUM_WARPS, stages, splits)
+    if tiles > 2 * card.multiprocessors >= triton.cdiv(out_features, 2 * BLOCK_N):
+        block_k, stages = (BLOCK_K, 3) if block_m == 16 else (BLOCK_K // 2, 5)
+        config = LinearConfig(block_m, 2 * BLOCK_N, block_k, NUM_WARPS, stages)
     return card.fitted(config, tiles * splits)
 
 

@@ -25,6 +25,9 @@ from kernels.op import define_op
 from kernels.sgemm import sgemm_a_torch
 
 
+SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -153,8 +156,8 @@ def launch_linear_shrink(
 ) -> None:
     """`linear_shrink_triton` in a given configuration.
 
-    Where everything runs at once the product's programs come first, as the longer ones; otherwise
-    the shrinking ones do, so that none is left for the end.
+    The product's programs come first, as the longer ones, where its last wave leaves room for the
+    shrinking ones, in a few rounds; otherwise those do, so that none is left for the end.
     """
     check_linear(x, weight, bias, out)
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
@@ -164,7 +167,8 @@ def launch_linear_shrink(
     shrink = shrink_arguments(x, arena, max_loras, max_rank, shrunk)
     products = triton.cdiv(weight.shape[0], config.block_n) * splits_of(out)
     shrinks = stack * triton.cdiv(max_rank, shrink["BLOCK_R"]) * shrunk.shape[0]
-    programs = products + shrinks * tile_count(x.shape[0], max_loras)
+    shrinks *= tile_count(x.shape[0], max_loras)
+    programs, at_once = products + shrinks, 2 * card(x.device).multiprocessors
     config = card(x.device).fitted(config, programs)
     _linear_shrink_kernel[(programs,)](
         x,
@@ -177,7 +181,7 @@ def launch_linear_shrink(
         x.shape[0],
         rows_a_split(out),
         shrunk_splits=shrunk.shape[0],
-        SHRINK_FIRST=programs > 2 * card(x.device).multiprocessors,
+        SHRINK_FIRST=shrinks > SHRINK_ROUNDS * (-products % at_once),
         STACK=stack,
         **tile_arguments(config, x, weight, out),
         **shrink,

@@ -181,7 +181,7 @@ def tile_blocks(lora: Expand) -> dict[str, int]:
         "BLOCK_SEGMENTS": triton.next_power_of_2(max_loras),
         "BLOCK_S": triton.next_power_of_2(len(lora.shrunk)),
         "BLOCK_M": 16,
-        "BLOCK_N": 32 if exact else 64,
+        "BLOCK_N": 32 if exact else 128,
         "BLOCK_R": 16,
     }
 

@@ -118,7 +118,8 @@ def find_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
 ):
-    """(slot, rows [BLOCK_M], which of them there are) of a tile; slot -1 where there is no delta.
+    """(slot, rows [BLOCK_M], which of them there are, whether any is) of a tile; slot -1 where
+    there is no delta.
 
     The rows without adapter are one more segment, which starts where the pairs end.
     """
@@ -132,7 +133,7 @@ def find_rows(
     end = tl.where(is_base, num_tokens, end)
     places = first + tl.arange(0, BLOCK_M)
     rows = tl.load(row_order + places, mask=places < end, other=0).to(tl.int64)
-    return tl.where(is_base | (first >= end), -1, slot), rows, places < end
+    return tl.where(is_base | (first >= end), -1, slot), rows, places < end, first < end
 
 
 @triton.jit

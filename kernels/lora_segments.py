@@ -19,6 +19,14 @@ from kernels.op import FLOATS
 ROW_REGIMES = (4, 16, 64, 128, 512)
 """Launches share compiled variants up to each of these token counts; above, there is one more."""
 
+_SHRINK_SPLITS: dict[int | None, tuple[int, int]] = {
+    4: (32, 256),
+    16: (16, 512),
+    64: (8, 1024),
+    128: (8, 1024),
+}
+"""By the regime: splits of K at most, and of how many elements each at least."""
+
 TABLES = (
     "a_ptrs",
     "b_ptrs",
@@ -137,13 +145,14 @@ def block_m_for(num_tokens: int) -> int:
 
 
 def shrink_split_k(num_tokens: int, in_features: int) -> int:
-    """How many parts `sgemm_a` should split K into: many for few rows, which fill few programs.
+    """How many parts to split K into: few rows fill few programs, and one that walks a long K
+    alone waits for memory at every step.
 
-    The workspace `shrunk` takes split_k * T * stack * max_rank * 4 bytes; split_k * T stays at or
-    below max(T, 256), so one of max(T, 256) rows serves every T up to its own.
+    The workspace `shrunk` takes split_k * T * stack * max_rank * 4 bytes, for T up to 128 at most
+    1024 * stack * max_rank * 4.
     """
-    splits: dict[int | None, int] = {4: 16, 16: 8, 64: 4, 128: 2}
-    return max(1, min(splits.get(row_regime(num_tokens), 1), in_features // 256))
+    most, width = _SHRINK_SPLITS.get(row_regime(num_tokens), (1, in_features))
+    return max(1, min(most, in_features // width))
 
 
 def tile_count(num_tokens: int, max_loras: int) -> int:

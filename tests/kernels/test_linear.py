@@ -209,14 +209,19 @@ def test_larger_shapes_on_the_gpu(tokens, out_features, in_features, dtype, part
 def test_configuration_is_a_function_of_shapes():
     shapes = [(6144, 4096), (4096, 4096), (2048, 4096), (4096, 14336), (28672, 4096), (576, 576)]
     configs = [tiles_for(8, *shape, H200) for shape in shapes]
-    assert [(c.num_stages, c.splits) for c in configs if c] == [
-        (5, 1),
-        (5, 2),
-        (5, 4),
-        (5, 2),
-        (4, 1),
-        (5, 1),
+    assert [(c.block_n, c.num_stages, c.splits) for c in configs if c] == [
+        (64, 5, 1),
+        (64, 5, 2),
+        (64, 5, 4),
+        (64, 5, 2),
+        (128, 3, 1),  # 448 narrow tiles are two waves, 224 wide ones are one
+        (64, 5, 1),
     ]
+    for tokens in (1, 16, 32, 64):
+        wide = tiles_for(tokens, 28672, 4096, H200)
+        assert wide is not None
+        assert wide.block_n == 128
+        assert H200.fitted(wide, 224) == wide  # two a multiprocessor
     rows = [tiles_for(tokens, 4096, 4096, H200) for tokens in (1, 16, 17, 33, 64)]
     assert [config.block_m for config in rows if config] == [16, 16, 32, 64, 64]
     assert tiles_for(65, 4096, 4096, H200) is None
