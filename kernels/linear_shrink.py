@@ -24,7 +24,6 @@ from kernels.lora_shrink import shrink_arguments, shrink_tile
 from kernels.op import define_op
 from kernels.sgemm import sgemm_a_torch
 
-
 SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's
 
 
