@@ -21,6 +21,9 @@ from kernels.paged_cache import (
 LOG2_E = 1.4426950408889634
 MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 64
+TILE_BYTES = 8192
+"""Of a tile of keys. Most programs walk few tiles and spend much of their time starting and
+ending: with values and three stages, six fit in an H100's shared memory."""
 
 
 def decode_splits(batch_size: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
@@ -232,9 +235,7 @@ def paged_attention_triton(
     num_heads = out.shape[1] // head_dim
     num_splits = partial_out.shape[2]
     block_d = triton.next_power_of_2(head_dim)
-    # A tile of keys is 8 KiB. Most programs walk few tiles and spend much of their time starting
-    # and ending: with values and three stages, six fit in an H100's shared memory.
-    block_n = min(max(8192 // (block_d * q.element_size()), 16), 128)
+    block_n = min(max(TILE_BYTES // (block_d * q.element_size()), 16), 128)
     min_tiles = triton.cdiv(MIN_SPLIT_TOKENS, block_n)
     if batch_size == 0:
         return
