@@ -197,7 +197,7 @@ def test_a_failed_launch_loses_no_request(engine, oracle, monkeypatch):
     outputs = {output.request_id: output for _ in range(4) for output in engine.step()}
     names.append(engine.add_request(PROMPTS[2], params, "b"))
 
-    def refuse(rows, stage):
+    def refuse(rows, stage, lora):
         raise CaptureError("positions: not the tensor that was captured")
 
     with monkeypatch.context() as patch:
