@@ -88,7 +88,7 @@ def _gated_activation_kernel(
         up_b, up_rank, up_scaling = find_slice(b_ptrs, lora_ranks, scalings, slot, 1, MAX_LORAS)
         gate_first = first_ranks(gate_b, arena, gate_rank, column, mask, VECTOR, BLOCK_R)
         up_first = first_ranks(up_b, arena, up_rank, column, mask, VECTOR, BLOCK_R)
-    wait_for_inputs(PDL)
+    wait_for_inputs(PDL, HOLD=shrunk is not None)
     if shrunk is not None:
         gate_s = shrunk + row * SHRUNK_STRIDE
         up_s = gate_s + MAX_RANK
@@ -187,7 +187,7 @@ def _gated_activation_tile_kernel(
     up_b, up_rank, up_scaling = find_slice(b_ptrs, lora_ranks, scalings, slot, 1, MAX_LORAS)
     gate_first = first_ranks(gate_b, arena, gate_rank, column, inside, VECTOR, BLOCK_R)
     up_first = first_ranks(up_b, arena, up_rank, column, inside, VECTOR, BLOCK_R)
-    wait_for_inputs(PDL)
+    wait_for_inputs(PDL, HOLD=True)
     if not any_live:  # of the tiles that could be, most are not there
         return
     gate_s = shrunk + rows * SHRUNK_STRIDE

@@ -24,11 +24,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Until the kernels before this one are complete; then the next one may come up."""
+def wait_for_inputs(PDL: tl.constexpr, HOLD: tl.constexpr = False):
+    """Until the kernels before this one are complete; then the next one may come up.
+
+    HOLD: only when this kernel's programs end. Where they fill the card, those of the next one
+    would land wherever room appears first, several on one multiprocessor and none on another.
+    """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not HOLD:
+            gdc_launch_dependents()
 
 
 @lru_cache

@@ -3,8 +3,8 @@ vendor's library.
 
 `linear_config` alone decides, from shapes, dtype and device; a choice that is measured on the
 card in hand would take its place. Few rows are bound by reading the weight: what counts is how
-many bytes are in flight and how evenly tiles fill the card. Above `MAX_ROWS` the library is the
-faster one.
+many bytes are in flight and how evenly tiles fill the card. Above `MAX_ROWS` the library is mostly
+the faster one.
 """
 
 from dataclasses import dataclass, replace
@@ -78,12 +78,12 @@ def tiles_for(
 
     Splits: programs for most multiprocessors, each with K enough to fill its pipeline. Stages:
     deep where a multiprocessor has a tile or two; where many follow one another their loads
-    overlap anyway. Wide tiles where with them, and only with them, all run at once: there is no
-    second wave to start, and the kernel after this one comes up at once too. Measured on an H200
-    at 1, 8 and 32 rows, N from 2048 to 128256.
+    overlap anyway. Measured on an H200 at 1, 8 and 32 rows, N from 2048 to 128256.
     """
-    if card.capability < (9, 0) or num_tokens > MAX_ROWS or in_features % VECTOR:
+    if card.capability < (9, 0) or in_features % VECTOR:
         return None
+    if num_tokens > MAX_ROWS:
+        return _tiles_for_many(num_tokens, out_features, card)
     tiles = triton.cdiv(out_features, BLOCK_N)
     filled = tiles / card.multiprocessors
     splits = 1 if filled >= 0.6 else 2 if filled >= 0.36 else 4
@@ -92,10 +92,17 @@ def tiles_for(
     stages = 5 if filled <= 2 else 4 if filled <= 8 else 3
     block_m = max(16, triton.next_power_of_2(num_tokens))
     config = LinearConfig(block_m, BLOCK_N, BLOCK_K, NUM_WARPS, stages, splits)
-    if tiles > 2 * card.multiprocessors >= triton.cdiv(out_features, 2 * BLOCK_N):
-        block_k, stages = (BLOCK_K, 3) if block_m == 16 else (BLOCK_K // 2, 5)
-        config = LinearConfig(block_m, 2 * BLOCK_N, block_k, NUM_WARPS, stages)
     return card.fitted(config, tiles * splits)
+
+
+def _tiles_for_many(num_tokens: int, out_features: int, card: Card) -> LinearConfig | None:
+    """Above MAX_ROWS rows: the library, but for products whose wide tiles give each multiprocessor
+    one or two. There both take the same time alone (N = 28672, 128 rows: 66 us), and beside the
+    own kernel's end the next kernel comes up."""
+    config = LinearConfig(128, 128, 64, 8, 5)
+    tiles = triton.cdiv(out_features, config.block_n)
+    is_own = num_tokens <= config.block_m and 1 <= tiles / card.multiprocessors <= 2
+    return config if is_own and config.shared_bytes <= card.shared_bytes else None
 
 
 @cache

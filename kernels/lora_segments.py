@@ -20,10 +20,10 @@ ROW_REGIMES = (4, 16, 64, 128, 512)
 """Launches share compiled variants up to each of these token counts; above, there is one more."""
 
 _SHRINK_SPLITS: dict[int | None, tuple[int, int]] = {
-    4: (32, 256),
-    16: (16, 512),
+    4: (16, 256),
+    16: (8, 512),
     64: (8, 1024),
-    128: (8, 1024),
+    128: (16, 512),
 }
 """By the regime: splits of K at most, and of how many elements each at least."""
 
@@ -149,7 +149,7 @@ def shrink_split_k(num_tokens: int, in_features: int) -> int:
     alone waits for memory at every step.
 
     The workspace `shrunk` takes split_k * T * stack * max_rank * 4 bytes, for T up to 128 at most
-    1024 * stack * max_rank * 4.
+    2048 * stack * max_rank * 4.
     """
     most, width = _SHRINK_SPLITS.get(row_regime(num_tokens), (1, in_features))
     return max(1, min(most, in_features // width))

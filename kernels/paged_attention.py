@@ -21,9 +21,9 @@ from kernels.paged_cache import (
 LOG2_E = 1.4426950408889634
 MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 64
-TILE_BYTES = 8192
-"""Of a tile of keys. Most programs walk few tiles and spend much of their time starting and
-ending: with values and three stages, six fit in an H100's shared memory."""
+TILE_BYTES = 16384
+"""Of a tile of keys: with values and three stages, three programs fit in an H200's shared memory
+and keep 64 KiB in flight each."""
 
 
 def decode_splits(batch_size: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:

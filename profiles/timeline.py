@@ -14,6 +14,7 @@ from profiles.op_table import OTHER
 
 ROLES = ("q, k, v", "output", "gate, up", "down")  # of a dense layer's products, in order
 ATTENTION_OP = "paged_attention"
+NORMS = ("rms_norm", "add_rms_norm")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Timeline:
         """The ops of each layer.
 
         A layer has one attention; it starts as far before it as the first two layers' ops are
-        the same, counted back from theirs.
+        the same, counted back from theirs, less the norm of what the layer before left.
         """
         names = [op.name for op in self.ops]
         at = [index for index, name in enumerate(names) if name == ATTENTION_OP]
@@ -38,6 +39,8 @@ class Timeline:
         back = 0
         while back < at[0] and at[1] - back - 1 > at[0] and _same(names, at, back + 1):
             back += 1
+        while names[at[0] - back] in NORMS:
+            back -= 1
         starts = [index - back for index in at]
         ends = [*starts[1:], min(2 * starts[-1] - starts[-2], len(names))]
         return [range(start, end) for start, end in zip(starts, ends, strict=True)]

@@ -9,6 +9,7 @@ import pytest
 
 from engine.expert_delta import DOWN, GATE_UP, ExpertDelta
 from kernels.activation import gated_activation
+from kernels.lora_arguments import NO_LORA
 from kernels.moe_combine import moe_combine
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
 from tests.engine.backends import BACKENDS
@@ -43,12 +44,12 @@ def add_down_to(delta, y):
 def gate_up_before_the_activation(delta, kind):
     moe = delta.moe
     add_gate_up_to(delta, moe.gate_up)
-    gated_activation(moe.gate_up, kind, moe.activated)
+    gated_activation(moe.gate_up, *NO_LORA, kind, moe.activated)
 
 
 def gate_up_after_the_activation(delta, kind):
     moe = delta.moe
-    gated_activation(moe.gate_up, kind, moe.activated)
+    gated_activation(moe.gate_up, *NO_LORA, kind, moe.activated)
     moe.gate_up.zero_()
     add_gate_up_to(delta, moe.gate_up)
     for part in moe.gate_up.chunk(2, dim=1):

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from kernels.linear import launch_linear, linear_torch
-from kernels.linear_config import H200, LinearConfig, tiles_for
+from kernels.linear_config import H200, MAX_ROWS, LinearConfig, tiles_for
 from kernels.linear_shrink import (
     launch_linear_shrink,
     linear_shrink,
@@ -41,7 +41,8 @@ class Case:
     @property
     def config(self) -> LinearConfig:
         """Tiles narrow enough that there are several, in N and in K."""
-        config = tiles_for(len(self.rows), self.out_features, 1024, H200)
+        width = self.out_features if len(self.rows) <= MAX_ROWS else 28672
+        config = tiles_for(len(self.rows), width, 1024, H200)
         assert config is not None
         return replace(config, block_n=32, block_k=32)
 
@@ -127,8 +128,8 @@ CASES = {
     "two_rank_tiles": Case([0, 1], [[70, 3]], 32, 64, 100, 1),
     "sixty_four": Case([row % 5 - 1 for row in range(64)], [MIXED] * 2, 40, 64, 64, 1, splits=1),
     "many_programs": Case([row % 9 - 1 for row in range(16)], [[2] * 8] * 3, 64, 384, 4, 12),
+    "a_hundred": Case([row % 5 - 1 for row in range(100)], [[5, 2, 4, 8]] * 2, 40, 64, 8, 2),
 }
-"""The last has more programs than an H200 runs at once: those that shrink come first."""
 
 
 @pytest.mark.parametrize("name", ["one_row", "qkv_bf16", "disabled", "wide_adapters"])
@@ -161,6 +162,16 @@ def test_equals_linear_and_sgemm_a(kernel_device, name):
         out, twin_out = out.sum(0), twin_out.sum(0)
     rtol = 1e-5 if case.splits else 2 * torch.finfo(case.dtype).eps
     assert_close(out, twin_out, rtol=rtol, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.kernel
+def test_either_order_of_programs_writes_the_same(kernel_device, monkeypatch):
+    runs = []
+    for rounds in (0, 1000):  # shrinks first, and last
+        monkeypatch.setattr("kernels.linear_shrink.SHRINK_ROUNDS", rounds)
+        runs.append(fused(CASES["qkv"], kernel_device).results)
+    for first, last in zip(*runs, strict=True):
+        assert torch.equal(first.nan_to_num(7), last.nan_to_num(7))
 
 
 @pytest.mark.kernel
