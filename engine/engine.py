@@ -250,11 +250,14 @@ class Engine:
         with self._lock:
             self._check_open()
             graphs, pages = self.runner.stats, self.memory.pages
+            by_batch_size = dict.fromkeys((key.batch_size for key in graphs.replays), 0)
+            for key, count in graphs.replays.items():  # of a size with adapters and without
+                by_batch_size[key.batch_size] += count
             return EngineStats(
                 graphs=self._graphs,
                 captured_batch_sizes=tuple(sorted({key.batch_size for key in graphs.captured})),
                 replays=sum(graphs.replays.values()),
-                replays_by_batch_size={k.batch_size: n for k, n in graphs.replays.items()},
+                replays_by_batch_size=by_batch_size,
                 eager_fallbacks=graphs.eager_fallbacks,
                 padded_rows=graphs.padded_rows,
                 prefill_chunks=self.runner.prefill.chunks_run,

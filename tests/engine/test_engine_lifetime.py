@@ -129,6 +129,16 @@ def test_a_request_whose_adapter_finds_no_room_ends_alone(paths):
 # The engine itself
 
 
+def test_replays_with_and_without_adapters_count_by_batch_size(paths):
+    with Engine(paths["model"], **SIZES, adapters={"a": paths["a"]}, tokenizer=None) as engine:
+        for count, name in ((4, None), (6, "a"), (9, None)):
+            engine.generate([5, 6], greedy(count), name)
+        engine.generate([[5, 6], [7]], greedy(3), [None, "a"])
+        stats = engine.stats()
+        assert stats.replays_by_batch_size == {1: 3 + 5 + 8, 4: 2}
+        assert stats.replays == 3 + 5 + 8 + 2
+
+
 def test_stats_count(engine):
     engine.generate([5, 6], greedy(2))  # stage the one-row bucket
     before = engine.stats()
