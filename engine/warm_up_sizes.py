@@ -6,6 +6,7 @@ at the numbers below, which are the kernels' own, or are an octave wide.
 """
 
 from engine.expert_delta import MAX_PAIRWISE
+from kernels.linear_config import ROW_BLOCKS
 from kernels.lora_segments import ROW_REGIMES
 from kernels.moe_gemm_config import PAIRS_AN_EXPERT
 from kernels.moe_lora_shrink import SPLIT_PAIRS
@@ -16,7 +17,7 @@ FEW_PAIRS = SPLIT_PAIRS[-1]  # up to here kernels split sums, in ranges of any w
 
 def prefill_sizes(moe: MoEDims | None, most: int) -> list[int]:
     """Tokens of the chunks to run, up to `most`, ascending."""
-    sizes = {most, *ROW_REGIMES, ROW_REGIMES[-1] + 1, *_mixture_sizes(moe, most)}
+    sizes = {most, *ROW_REGIMES, ROW_REGIMES[-1] + 1, *ROW_BLOCKS, *_mixture_sizes(moe, most)}
     return sorted(size for size in sizes if size <= most)
 
 

@@ -14,6 +14,8 @@ import torch
 import triton
 
 MAX_ROWS = 64
+ROW_BLOCKS = (16, 32, 64, 128)
+"""Launches of up to each of these row counts share their tiles, and so what is compiled."""
 BLOCK_N, BLOCK_K, NUM_WARPS = 64, 128, 4
 MIN_SPLIT_K = 1024
 VECTOR = 8  # 16-bit elements in 16 bytes
@@ -90,7 +92,7 @@ def tiles_for(
     while splits > 1 and (in_features % (splits * BLOCK_K) or in_features < splits * MIN_SPLIT_K):
         splits //= 2
     stages = 5 if filled <= 2 else 4 if filled <= 8 else 3
-    block_m = max(16, triton.next_power_of_2(num_tokens))
+    block_m = next(rows for rows in ROW_BLOCKS if num_tokens <= rows)
     config = LinearConfig(block_m, BLOCK_N, BLOCK_K, NUM_WARPS, stages, splits)
     return card.fitted(config, tiles * splits)
 
@@ -99,7 +101,7 @@ def _tiles_for_many(num_tokens: int, out_features: int, card: Card) -> LinearCon
     """Above MAX_ROWS rows: the library, but for products whose wide tiles give each multiprocessor
     one or two. There both take the same time alone (N = 28672, 128 rows: 66 us), and beside the
     own kernel's end the next kernel comes up."""
-    config = LinearConfig(128, 128, 64, 8, 5)
+    config = LinearConfig(ROW_BLOCKS[-1], 128, 64, 8, 5)
     tiles = triton.cdiv(out_features, config.block_n)
     is_own = num_tokens <= config.block_m and 1 <= tiles / card.multiprocessors <= 2
     return config if is_own and config.shared_bytes <= card.shared_bytes else None

@@ -1,7 +1,7 @@
-"""The sizes that warm-up runs cover every variant of a mixture's kernels that prefill can need.
+"""The sizes that warm-up runs cover every variant of a layer's kernels that prefill can need.
 
 Launchers run on CPU tensors that say they are on a GPU, with Triton's launch intercepted: a
-variant is what Triton would compile anew for. Of the dense kernels the GPU's own test tells.
+variant is what Triton would compile anew for.
 """
 
 from dataclasses import replace
@@ -14,7 +14,9 @@ import triton
 
 import engine.expert_delta
 import engine.mixture
+from engine.attention import ExtendAttention
 from engine.decode_step import lora_delta
+from engine.decoder import StepTokens
 from engine.side_branch import SideBranch
 from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
@@ -40,6 +42,24 @@ OPS = {
 }
 
 
+DENSE_OPS = {
+    "engine.decoder": {
+        "embedding": ("embed",),
+        "norm": ("rms_norm", "add_rms_norm"),
+        "rotary": ("rotary_kv_write",),
+        "activation": ("gated_activation",),
+        "add_expand": ("add_expand",),
+    },
+    "engine.lora_delta": {
+        "lora_metadata": ("lora_metadata",),
+        "linear": ("linear",),
+        "linear_shrink": ("linear_shrink",),
+        "sgemm": ("sgemm_a", "sgemm_b"),
+    },
+    "engine.attention": {"extend_attention": ("extend_attention",)},
+}
+
+
 class OnGPU(torch.Tensor):
     is_cuda = True
 
@@ -61,6 +81,42 @@ def variant_of(kernel, args, kwargs):
         else:
             key.append((type(value), value == 1, value % 16 == 0))
     return kernel.fn.__name__, *key, *sorted(bound.items(), key=str)
+
+
+class DenseLaunches:
+    """Runs a chunk through a dense model for its launches alone, and collects the variants."""
+
+    def __init__(self, served, monkeypatch):
+        self.served = served
+        self.variants = set()
+        for user, files in DENSE_OPS.items():
+            for file, ops in files.items():
+                for op in ops:
+                    launcher = getattr(import_module(f"kernels.{file}"), f"{op}_triton")
+                    monkeypatch.setattr(import_module(user), op, launcher)
+
+    def of(self, tokens):
+        memory, side = self.served.memory, SideBranch(torch.device("cpu"))
+        buffers = memory.prefill_buffers(tokens, 1, 1, 1)
+        inputs = ("hidden", "attended", "activated")  # of products
+        ws = buffers.workspace
+        ws = replace(ws, **{name: getattr(ws, name).as_subclass(OnGPU) for name in inputs})
+        self.variants = set()
+        lora = lora_delta(memory, "sgemm", side, buffers.lora, buffers.adapter_enabled, ws)
+        attention = ExtendAttention(
+            memory.tables.block_tables,
+            buffers.seq_request,
+            buffers.q_indptr,
+            buffers.seq_lens,
+            tokens,
+        )
+        rows = StepTokens(buffers.token_ids, buffers.positions, buffers.kv_slots, row_mask=None)
+        decoder = self.served.runner._step._decoder
+        decoder.forward(rows, attention, lora, memory.kv_cache, ws)
+        return self.variants
+
+    def record(self, kernel, *args, grid, warmup, **kwargs):
+        self.variants.add(variant_of(kernel, args, kwargs))
 
 
 class Launches:
@@ -110,6 +166,26 @@ def launches(request, tmp_path, monkeypatch):
         yield recorder
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_every_length_of_a_dense_chunk(name, tmp_path, monkeypatch):
+    most = 640
+    model = AdaptedModel.make(name, tmp_path, {})
+    options = {"prefill_chunk_tokens": most, "max_seq_len": most, "graph_batch_sizes": [1]}
+    with model.engine(Backend("cpu", "tape", 0.0), dtype="bfloat16", **options) as served:
+        launches = DenseLaunches(served, monkeypatch)
+        monkeypatch.setattr(
+            triton.runtime.jit.JITFunction,
+            "run",
+            lambda kernel, *args, **kwargs: launches.record(kernel, *args, **kwargs),
+        )
+        covered = set().union(*(launches.of(tokens) for tokens in prefill_sizes(None, most)))
+        names = {variant[0] for variant in covered}
+        assert {"_linear_shrink_kernel", "_sgemm_a_kernel", "_add_expand_tile_kernel"} <= names
+        for tokens in range(1, most + 1):
+            missing = launches.of(tokens) - covered
+            assert not missing, f"{tokens} tokens: {missing}"
+
+
 def test_every_length_of_a_chunk(launches):
     moe = launches.served.memory.dims.moe
     covered = set()
@@ -123,7 +199,7 @@ def test_every_length_of_a_chunk(launches):
 
 def test_sizes_are_in_range():
     assert prefill_sizes(None, 10) == [4, 10]
-    assert prefill_sizes(None, 2048) == [4, 16, 64, 128, 512, 513, 2048]
+    assert prefill_sizes(None, 2048) == [4, 16, 32, 64, 128, 512, 513, 2048]
     assert eager_batch_sizes(None, 8, 8) == []
     assert eager_batch_sizes(None, 8, 40) == [9, 16, 32, 40]
 
