@@ -48,6 +48,9 @@ from kernels.truncation import CANDIDATES
 # 1024 spreads one row of 128256 over 126 of an H200's 132 multiprocessors.
 CHUNK = 1024
 BLOCK = 8192
+# Up to FEW_ROWS rows a program of the first launch takes one chunk, above it MANY in turn: then
+# programs are plenty, and starting one costs more than its chunk.
+FEW_ROWS, MANY = 32, 4
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max  # scaled logits are clamped to it
 _LARGEST = tl.constexpr(_LARGEST_FLOAT)
@@ -83,52 +86,56 @@ def _sample_chunks_kernel(
     dummy_request,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHUNKS_EACH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     request = tl.load(row_request + row).to(tl.int64)
     if request == dummy_request:
         return
     floats = sampling_floats + request * K_NUM_COLUMNS
     ints = sampling_ints + request * K_NUM_COLUMNS
-    first_id = chunk * CHUNK
-    ids = first_id + tl.arange(0, CHUNK)
-    inside = ids < VOCAB
-    raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=-float("inf"))
-    raw = raw.to(tl.float32)
-    partials += row * partials_stride + chunk
-    chunks = tl.num_programs(1)
-    raw_max = tl.max(tl.where(raw == raw, raw, -float("inf")))  # a NaN reaches the sum below
-    tl.store(partials + _RAW_MAX * chunks, raw_max)
-    tl.store(partials + _RAW_SUM * chunks, tl.sum(tl.exp(raw - finite_or_zero(raw_max))))
-
+    partials += row * partials_stride
+    chunks: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
     next_position = tl.load(positions + request) + 1
-    scores = adjust_logits(
-        raw,
-        ids,
-        inside,
-        floats,
-        ints,
-        token_state + request * VOCAB,
-        logit_bias + request * VOCAB,
-        next_position,
-    )
     temperature = tl.load(floats + K_TEMPERATURE)
-    if temperature >= K_LEAST_TEMPERATURE:
-        scores = tl.minimum(tl.div_rn(scores, temperature), _LARGEST)
-        if truncates(floats, ints, VOCAB):
-            tl.store(scratch + row * VOCAB + ids, scores, mask=inside)
-            weights = tl.exp(scores - tl.maximum(tl.max(scores), -_LARGEST))
-            tl.store(partials + _WEIGHT * chunks, tl.sum(weights))
-            count = tl.sum((scores > -float("inf")).to(tl.int32))
-            tl.store(partials + _COUNT * chunks, count.to(tl.float32))
-        else:
-            seed, sample_index = tl.load(seeds + request), tl.load(ints + K_SAMPLE_INDEX)
-            scores += gumbel_block(seed, first_id, next_position, sample_index, CHUNK)
-    best, lane = tl.max(scores, axis=0, return_indices=True)
-    tl.store(partials + _BEST * chunks, best)
-    tl.store(partials + _TOKEN * chunks, (first_id + lane).to(tl.float32))
+    first_chunk = tl.program_id(1) * CHUNKS_EACH
+    for chunk in range(first_chunk, tl.minimum(first_chunk + CHUNKS_EACH, chunks)):
+        first_id = chunk * CHUNK
+        ids = first_id + tl.arange(0, CHUNK)
+        inside = ids < VOCAB
+        raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=-float("inf"))
+        raw = raw.to(tl.float32)
+        left = partials + chunk
+        raw_max = tl.max(tl.where(raw == raw, raw, -float("inf")))  # a NaN reaches the sum below
+        tl.store(left + _RAW_MAX * chunks, raw_max)
+        tl.store(left + _RAW_SUM * chunks, tl.sum(tl.exp(raw - finite_or_zero(raw_max))))
+
+        scores = adjust_logits(
+            raw,
+            ids,
+            inside,
+            floats,
+            ints,
+            token_state + request * VOCAB,
+            logit_bias + request * VOCAB,
+            next_position,
+        )
+        if temperature >= K_LEAST_TEMPERATURE:
+            scores = tl.minimum(tl.div_rn(scores, temperature), _LARGEST)
+            if truncates(floats, ints, VOCAB):
+                tl.store(scratch + row * VOCAB + ids, scores, mask=inside)
+                weights = tl.exp(scores - tl.maximum(tl.max(scores), -_LARGEST))
+                tl.store(left + _WEIGHT * chunks, tl.sum(weights))
+                count = tl.sum((scores > -float("inf")).to(tl.int32))
+                tl.store(left + _COUNT * chunks, count.to(tl.float32))
+            else:
+                seed, sample_index = tl.load(seeds + request), tl.load(ints + K_SAMPLE_INDEX)
+                scores += gumbel_block(seed, first_id, next_position, sample_index, CHUNK)
+        best, lane = tl.max(scores, axis=0, return_indices=True)
+        tl.store(left + _BEST * chunks, best)
+        tl.store(left + _TOKEN * chunks, (first_id + lane).to(tl.float32))
 
 
 @triton.jit
@@ -269,7 +276,8 @@ def sample_triton(
         assert tensor.dtype == dtype, f"{name} is {dtype}, not {tensor.dtype}"
         assert tensor.shape == shape, f"{name} is {list(shape)}, not {list(tensor.shape)}"
         assert tensor.is_contiguous(), f"{name} is not contiguous"
-    _sample_chunks_kernel[(batch_size, chunks)](
+    chunks_each = 1 if batch_size <= FEW_ROWS else MANY
+    _sample_chunks_kernel[(batch_size, triton.cdiv(chunks, chunks_each))](
         logits,
         logits.stride(0),
         row_request,
@@ -285,6 +293,7 @@ def sample_triton(
         requests - 1,
         VOCAB=vocab,
         CHUNK=CHUNK,
+        CHUNKS_EACH=chunks_each,
         num_warps=4,
         **dependent_launch(logits.device),
     )

@@ -237,6 +237,23 @@ def test_row_depends_neither_on_neighbours_nor_on_its_index(kernel_device, monke
             assert torch.equal(batch[row], single[0])
 
 
+@pytest.mark.kernel
+def test_chunks_in_turn_are_the_chunks_side_by_side(kernel_device, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 128)
+    logits = _odd_rows(515).repeat(2, 1)[:9].to(kernel_device)
+    requests = torch.arange(9, dtype=torch.int32, device=kernel_device)
+    tables, found = Tables.build(REQUESTS, 515), []
+    for few, many in ((9, 4), (0, 4), (0, 3)):  # 5 chunks: the last program may have fewer
+        monkeypatch.setattr(module, "FEW_ROWS", few)
+        monkeypatch.setattr(module, "MANY", many)
+        mine = tables.copy_to(kernel_device)
+        outputs = mine.apply(sample_triton, logits, requests)
+        found.append([t.nan_to_num(7) for t in (*outputs, mine.token_state, mine.positions)])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_compile(dtype):
     vocab = 128256
