@@ -4,6 +4,7 @@ Every weight is named together with the place it is loaded to, in one list: the 
 slice of a weight can be chosen.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,16 @@ class DecoderWeights:
             self.head = self._parameter("lm_head.weight", vocab, hidden)
         self.norm = self._parameter("model.norm.weight", hidden)
         self.layers = [self._layer(index) for index in range(architecture.num_layers)]
+
+    def projections(self) -> Iterator[Projection]:
+        """Every layer's, which are one product each."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.o)
+            mlp = layer.mlp.shared if isinstance(layer.mlp, SparseMLP) else layer.mlp
+            if mlp is not None:
+                yield from (mlp.gate_up, mlp.down)
+            if isinstance(layer.mlp, SparseMLP) and layer.mlp.shared_gate is not None:
+                yield layer.mlp.shared_gate
 
     def load(self, source: WeightSource) -> None:
         """Stream every weight to its place. Raises CheckpointError naming file and tensor."""

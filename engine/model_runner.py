@@ -10,6 +10,7 @@ import torch
 
 from engine.decode_step import DecodeStep
 from engine.decoder import Decoder
+from engine.decoder_weights import Projection
 from engine.lora_delta import LoRABackend
 from engine.prefill import Prefill
 from engine.request import Sequence
@@ -17,7 +18,7 @@ from engine.request_admission import RequestAdmission
 from engine.scheduler import StepPlan
 from engine.side_branch import SideBranch
 from engine.trace import Trace
-from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes
+from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes, product_sizes
 from graphs.graph_capturer import Backend, GraphCapturer
 from graphs.graph_key import GraphKey
 from graphs.graph_runner import GraphRunner
@@ -59,7 +60,7 @@ class ModelRunner:
         self.prefill = Prefill(decoder, memory, lora_backend, side, readback, trace)
         self._admission = RequestAdmission(memory.tables, memory.device)
         self._staged: tuple[int, ...] = ()
-        self._capture(graphs, ladder, debug)
+        self._capture(graphs, ladder, debug, list(decoder.weights.projections()))
 
     @property
     def stats(self) -> GraphStats:
@@ -112,15 +113,19 @@ class ModelRunner:
                 self.memory.staging.upload(values, buffers.inputs)
             self._staged = values
 
-    def _capture(self, backend: Backend, ladder: Ladder, debug: bool) -> None:
+    def _capture(
+        self, backend: Backend, ladder: Ladder, debug: bool, projections: list[Projection]
+    ) -> None:
         memory = self.memory
+        loras, max_rank = memory.config.max_loras, memory.config.max_lora_rank
         on_gpu = memory.device.type != "cpu"  # where nothing is compiled, one size will do
         state = CaptureState(memory.tables, memory.adapters)
         with self.trace.range("capture"):
             with state.synthetic():
                 most = memory.config.max_seq_len * memory.config.max_batch_size
                 most = min(memory.config.prefill_chunk_tokens, most)
-                for tokens in prefill_sizes(memory.dims.moe, most) if on_gpu else [1]:
+                products = product_sizes(projections, loras, max_rank, most)
+                for tokens in prefill_sizes(memory.dims.moe, most, products) if on_gpu else [1]:
                     self.prefill.warm_up(tokens)
             capturer = GraphCapturer(
                 backend,
@@ -131,13 +136,15 @@ class ModelRunner:
                 shared_tensors=self._shared_tensors,
                 poison=scratch_tensors if debug else None,
             )
-            variants = (False, True) if memory.config.max_loras else (False,)
+            variants = (False, True) if loras else (False,)
             captured = capturer.capture(
                 GraphKey(size, lora) for size in ladder.sizes for lora in variants
             )
             with state.synthetic(), torch.inference_mode():
                 largest, most = ladder.sizes[-1], memory.config.max_batch_size
-                for rows in eager_batch_sizes(memory.dims.moe, largest, most) if on_gpu else []:
+                products = product_sizes(projections, loras, max_rank, most)
+                sizes = eager_batch_sizes(memory.dims.moe, largest, most, products)
+                for rows in sizes if on_gpu else []:
                     buffers = memory.step_buffers(rows)
                     state.stage(buffers)
                     for lora in variants:

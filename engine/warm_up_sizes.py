@@ -2,12 +2,18 @@
 
 Launchers choose block shapes by the number of rows, or of a mixture's pairs of rows and experts.
 A size from each range in which all choices of a kernel stay the same is enough: those ranges end
-at the numbers below, which are the kernels' own, or are an octave wide.
+at the numbers below, which are the kernels' own, or are an octave wide. How a product is launched
+beside x A^T goes by its shape too: there every number of rows is looked at.
 """
 
+from collections.abc import Collection, Iterable
+
+from engine.decoder_weights import Projection
 from engine.expert_delta import MAX_PAIRWISE
-from kernels.linear_config import ROW_BLOCKS
-from kernels.lora_segments import ROW_REGIMES
+from kernels.linear_config import ROW_BLOCKS, card, linear_config
+from kernels.linear_shrink import arranged, product_programs
+from kernels.lora_segments import ROW_REGIMES, row_regime, shrink_split_k
+from kernels.lora_shrink import shrink_programs
 from kernels.moe_gemm_config import PAIRS_AN_EXPERT
 from kernels.moe_lora_shrink import SPLIT_PAIRS
 from memory.model_dims import MoEDims
@@ -15,16 +21,42 @@ from memory.model_dims import MoEDims
 FEW_PAIRS = SPLIT_PAIRS[-1]  # up to here kernels split sums, in ranges of any width
 
 
-def prefill_sizes(moe: MoEDims | None, most: int) -> list[int]:
-    """Tokens of the chunks to run, up to `most`, ascending."""
-    sizes = {most, *ROW_REGIMES, ROW_REGIMES[-1] + 1, *ROW_BLOCKS, *_mixture_sizes(moe, most)}
-    return sorted(size for size in sizes if size <= most)
+def prefill_sizes(moe: MoEDims | None, most: int, products: Collection[int] = ()) -> list[int]:
+    """Tokens of the chunks to run, up to `most`, ascending; `products` from `product_sizes`."""
+    sizes = {most, *ROW_REGIMES, ROW_REGIMES[-1] + 1, *ROW_BLOCKS, *products}
+    return sorted(size for size in sizes | _mixture_sizes(moe, most) if size <= most)
 
 
-def eager_batch_sizes(moe: MoEDims | None, largest: int, most: int) -> list[int]:
+def eager_batch_sizes(
+    moe: MoEDims | None, largest: int, most: int, products: Collection[int] = ()
+) -> list[int]:
     """Rows of the decode steps to run above the `largest` that is captured, ascending."""
-    sizes = {largest + 1, most, *_octaves(most), *_mixture_sizes(moe, most)}
-    return sorted(size for size in sizes if largest < size <= most)
+    sizes = {largest + 1, most, *_octaves(most), *products}
+    return sorted(size for size in sizes | _mixture_sizes(moe, most) if largest < size <= most)
+
+
+def product_sizes(
+    projections: Iterable[Projection], max_loras: int, max_rank: int, most: int
+) -> list[int]:
+    """Of every way in which a projection is launched together with its x A^T, the largest number
+    of rows, up to `most`, that is."""
+    if max_loras == 0:
+        return []
+    weights = {(len(p.slice_sizes), p.weight.shape): p.weight for p in projections}
+    largest: dict[object, int] = {}
+    for rows in range(1, min(most, ROW_BLOCKS[-1]) + 1):
+        for (stack, (out_features, in_features)), weight in weights.items():
+            config = linear_config(rows, out_features, in_features, weight.dtype, weight.device)
+            if config is None:
+                continue
+            parts = shrink_split_k(rows, in_features)
+            shrinks = shrink_programs(rows, stack, max_loras, max_rank, parts)
+            for splits in {1, config.splits}:  # where the result may be left in partials
+                products = product_programs(config, out_features, splits)
+                way = arranged(config, products, shrinks, card(weight.device))
+                variant = (way.config, way.shrink_first, row_regime(rows))
+                largest[stack, out_features, in_features, splits, variant] = rows
+    return sorted(set(largest.values()))
 
 
 def _mixture_sizes(moe: MoEDims | None, most: int) -> set[int]:

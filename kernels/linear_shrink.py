@@ -5,6 +5,8 @@ more in starting than in reading. Tiles are `linear`'s and `sgemm_a`'s own, so e
 bits that its op alone gives.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,9 +20,9 @@ from kernels.linear import (
     splits_of,
     tile_arguments,
 )
-from kernels.linear_config import LinearConfig, card, linear_config
-from kernels.lora_segments import TABLES, check_segments, tile_count
-from kernels.lora_shrink import shrink_arguments, shrink_tile
+from kernels.linear_config import Card, LinearConfig, card, linear_config
+from kernels.lora_segments import TABLES, check_segments
+from kernels.lora_shrink import shrink_arguments, shrink_programs, shrink_tile
 from kernels.op import define_op
 from kernels.sgemm import sgemm_a_torch
 
@@ -137,6 +139,29 @@ def _linear_shrink_kernel(
         )
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """A launch's programs, whether the shrinking ones come first, and tiles whose stages fit so
+    many programs."""
+
+    programs: int
+    shrink_first: bool
+    config: LinearConfig
+
+
+def arranged(config: LinearConfig, products: int, shrinks: int, card: Card) -> Arrangement:
+    """So many programs of each kind. Those of the product come first, as the longer ones, where
+    its last wave leaves room for the shrinking ones, in a few rounds; otherwise those do, so that
+    none is left for the end."""
+    programs, at_once = products + shrinks, 2 * card.multiprocessors
+    shrink_first = shrinks > SHRINK_ROUNDS * (-products % at_once)
+    return Arrangement(programs, shrink_first, card.fitted(config, programs))
+
+
+def product_programs(config: LinearConfig, out_features: int, splits: int) -> int:
+    return triton.cdiv(out_features, config.block_n) * splits
+
+
 def launch_linear_shrink(
     config: LinearConfig,
     x: torch.Tensor,
@@ -153,23 +178,20 @@ def launch_linear_shrink(
     max_rank: int,
     shrunk: torch.Tensor,
 ) -> None:
-    """`linear_shrink_triton` in a given configuration.
-
-    The product's programs come first, as the longer ones, where its last wave leaves room for the
-    shrinking ones, in a few rounds; otherwise those do, so that none is left for the end.
-    """
+    """`linear_shrink_triton` in a given configuration, as `arranged`."""
     check_linear(x, weight, bias, out)
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
     check_segments(x, arena, *tables, max_rank, shrunk)
     assert x.shape[0] <= config.block_m, f"{x.shape[0]} rows, but tiles of {config.block_m}"
     stack, max_loras = a_ptrs.shape
     shrink = shrink_arguments(x, arena, max_loras, max_rank, shrunk)
-    products = triton.cdiv(weight.shape[0], config.block_n) * splits_of(out)
-    shrinks = stack * triton.cdiv(max_rank, shrink["BLOCK_R"]) * shrunk.shape[0]
-    shrinks *= tile_count(x.shape[0], max_loras)
-    programs, at_once = products + shrinks, 2 * card(x.device).multiprocessors
-    config = card(x.device).fitted(config, programs)
-    _linear_shrink_kernel[(programs,)](
+    arrangement = arranged(
+        config,
+        product_programs(config, weight.shape[0], splits_of(out)),
+        shrink_programs(x.shape[0], stack, max_loras, max_rank, shrunk.shape[0]),
+        card(x.device),
+    )
+    _linear_shrink_kernel[(arrangement.programs,)](
         x,
         weight,
         bias,
@@ -180,9 +202,9 @@ def launch_linear_shrink(
         x.shape[0],
         rows_a_split(out),
         shrunk_splits=shrunk.shape[0],
-        SHRINK_FIRST=shrinks > SHRINK_ROUNDS * (-products % at_once),
+        SHRINK_FIRST=arrangement.shrink_first,
         STACK=stack,
-        **tile_arguments(config, x, weight, out),
+        **tile_arguments(arrangement.config, x, weight, out),
         **shrink,
         **dependent_launch(x.device),
     )

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora_segments import as_weights, block_m_for, find_pairs
+from kernels.lora_segments import as_weights, block_m_for, find_pairs, tile_count
 
 
 @triton.jit
@@ -78,6 +78,19 @@ def shrink_tile(
             tl.store(shrunk + places[:, None] + ranks[None, :], acc, mask=mask)
 
 
+def rank_block(max_rank: int) -> int:
+    """Ranks of a slice in a tile."""
+    return min(64, max(16, triton.next_power_of_2(max_rank)))
+
+
+def shrink_programs(
+    num_tokens: int, stack: int, max_loras: int, max_rank: int, shrunk_splits: int
+) -> int:
+    """Tiles of one launch, whatever the step's segments are."""
+    places = stack * triton.cdiv(max_rank, rank_block(max_rank))
+    return places * shrunk_splits * tile_count(num_tokens, max_loras)
+
+
 def shrink_arguments(
     x: torch.Tensor,
     arena: torch.Tensor,
@@ -100,6 +113,6 @@ def shrink_arguments(
         "BLOCK_SEGMENTS": triton.next_power_of_2(max_loras),
         "ONE_TILE": num_tokens <= block_p,
         "BLOCK_P": block_p,
-        "BLOCK_R": min(64, max(16, triton.next_power_of_2(max_rank))),
+        "BLOCK_R": rank_block(max_rank),
         "BLOCK_A": block_a,
     }

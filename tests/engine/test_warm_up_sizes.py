@@ -17,8 +17,12 @@ import engine.mixture
 from engine.attention import ExtendAttention
 from engine.decode_step import lora_delta
 from engine.decoder import StepTokens
+from engine.decoder_weights import Projection
 from engine.side_branch import SideBranch
-from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes
+from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes, product_sizes
+from kernels.linear_config import linear_config
+from kernels.linear_shrink import linear_shrink_triton
+from kernels.lora_segments import shrink_split_k
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
 from tests.engine.backends import TestedBackend as Backend
 from tests.tiny_models import MIXTURES
@@ -184,6 +188,80 @@ def test_every_length_of_a_dense_chunk(name, tmp_path, monkeypatch):
         for tokens in range(1, most + 1):
             missing = launches.of(tokens) - covered
             assert not missing, f"{tokens} tokens: {missing}"
+
+
+SHAPES = {  # stacked layers, out, in: q/k/v, attention's output, gate/up, down
+    "8B": [(3, 6144, 4096), (1, 4096, 4096), (2, 28672, 4096), (1, 4096, 14336)],
+    "1B": [(3, 3072, 2048), (1, 2048, 2048), (2, 16384, 2048), (1, 2048, 8192)],
+    "tiny": [(3, 384, 192), (1, 192, 256), (2, 688, 192), (1, 192, 344)],
+}
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch_product(rows, shape, max_loras, max_rank):
+    """One `linear_shrink` of a shape, into partials where it is one of those that may be."""
+    stack, out_features, in_features = shape
+    config = linear_config(rows, out_features, in_features, torch.bfloat16, torch.device("cpu"))
+    if config is None:
+        return
+    out = empty(rows, out_features)
+    if stack == 1 and config.splits > 1:
+        out = empty(config.splits, rows, out_features, dtype=torch.float32)
+    ints, segments = {"dtype": torch.int32}, min(rows, max_loras)
+    splits = shrink_split_k(rows, in_features)
+    linear_shrink_triton(
+        empty(rows, in_features),
+        empty(out_features, in_features),
+        None,
+        out,
+        empty(1),
+        empty(stack, max_loras, dtype=torch.int64),
+        empty(stack, max_loras, **ints),
+        empty(segments + 1, **ints),
+        empty(segments, **ints),
+        empty(rows, **ints),
+        empty(1, **ints),
+        max_rank,
+        empty(splits, rows, stack * max_rank, dtype=torch.float32),
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("max_rank", [16, 256])
+@pytest.mark.parametrize("max_loras", [1, 2, 8, 64, 256])
+def test_products_of_any_shape_and_number_of_slots(name, max_rank, max_loras, monkeypatch):
+    """How many programs shrink decides how a launch is laid out, and so what is compiled."""
+    variants = set()
+    monkeypatch.setattr(
+        triton.runtime.jit.JITFunction,
+        "run",
+        lambda kernel, *args, grid, warmup, **kwargs: variants.add(
+            variant_of(kernel, args, kwargs)
+        ),
+    )
+
+    def of(rows):
+        variants.clear()
+        for shape in SHAPES[name]:
+            launch_product(rows, shape, max_loras, max_rank)
+        return set(variants)
+
+    projections = [
+        Projection(torch.empty(out, width, dtype=torch.bfloat16), None, [1] * stack)
+        for stack, out, width in SHAPES[name]
+    ]
+    for most in (40, 2048):
+        sizes = product_sizes(projections, max_loras, max_rank, most)
+        assert len(sizes) < 20
+        chunks, batches = prefill_sizes(None, most, sizes), eager_batch_sizes(None, 21, most, sizes)
+        for first, run in ((1, chunks), (22, batches)):
+            covered = set().union(*map(of, run))
+            for rows in range(first, min(most, 130) + 1):
+                assert of(rows) <= covered, f"{rows} rows"
+    assert product_sizes(projections, 0, max_rank, most) == []
 
 
 def test_every_length_of_a_chunk(launches):
