@@ -49,7 +49,26 @@ BROKEN = {
     "is launched without dependent_launch": GOOD.replace(
         "**dependent_launch(x.device)", "PDL=False"
     ),
+    "reads x before it waits": GOOD.replace(
+        WAIT, "    y = x + row\n    if row > 0:\n        z = tl.load(y)\n" + WAIT
+    ),
 }
+CONSTANT = {"weight", "cos_sin", "arena", "b_ptrs", "lora_ranks", "scalings"}
+"""What no kernel of a step writes."""
+
+LAUNCHES_AGO = {
+    "positions",
+    "kv_slots",
+    "row_slot",
+    "row_order",
+    "seg_indptr",
+    "weight_indices",
+    "num_segments",
+    "block_tables",
+    "row_request",
+    "seq_lens",
+}
+"""What is written when a step begins; `tests.engine.test_launch_order` says that it is long ago."""
 
 
 class RuleError(ValueError):
@@ -85,7 +104,7 @@ def _waits(body: list[ast.stmt], functions: dict[str, ast.FunctionDef], waits: i
             waits = taken
             continue
         calls = [_called(node) for node in ast.walk(statement)]
-        if waits == 0 and any(call.startswith(_WRITES) for call in calls):
+        if waits == 0 and any(_writes(call, functions) for call in calls):
             raise RuleError("writes before it waits")
         waiting = [name for name in calls if _takes_pdl(name, functions)]
         for name in waiting:
@@ -97,6 +116,73 @@ def _waits(body: list[ast.stmt], functions: dict[str, ast.FunctionDef], waits: i
         if waits == 0 and isinstance(statement, ast.Return):
             raise RuleError("may return before it waits")
     return waits
+
+
+def _writes(name: str, functions: dict[str, ast.FunctionDef]) -> bool:
+    """Whether a call of `name` writes to memory before a wait of its own."""
+    if name.startswith(_WRITES):
+        return True
+    if name not in functions or _takes_pdl(name, functions):
+        return False
+    return any(_writes(_called(node), functions) for node in ast.walk(functions[name]))
+
+
+class _Reads:
+    """The parameters of a function at whose addresses it reads, or at addresses found there:
+    before it waits, and where it does not wait all of them."""
+
+    def __init__(self, function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> None:
+        parameters = [arg for arg in function.args.args if arg.annotation is None]
+        self._functions = functions
+        self._origins = {arg.arg: {arg.arg} for arg in parameters}  # of what a variable holds
+        self._waited = False
+        self.found: set[str] = set()
+        self._walk(function.body)
+
+    def _walk(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            compound = isinstance(statement, ast.If | ast.For | ast.While)
+            head = getattr(statement, "test", getattr(statement, "iter", None))
+            self._note_calls(head if compound and head is not None else statement)
+            if self._waited:
+                return
+            if isinstance(statement, ast.Assign | ast.AugAssign | ast.For):
+                value = statement.iter if isinstance(statement, ast.For) else statement.value
+                targets = getattr(statement, "targets", None) or [statement.target]
+                for name in (n for target in targets for n in ast.walk(target)):
+                    if isinstance(name, ast.Name):
+                        held = self._origins.get(name.id, set())
+                        self._origins[name.id] = held | self._origins_of(value)
+            for part in ("body", "orelse"):
+                self._walk(getattr(statement, part, []))
+
+    def _note_calls(self, node: ast.AST) -> None:
+        for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
+            name = _called(call)
+            if name == "load":
+                self.found |= self._origins_of(call.args[0])
+            elif name in self._functions and name != "wait_for_inputs":
+                function = self._functions[name]
+                reads = _Reads(function, self._functions).found
+                given = zip((arg.arg for arg in function.args.args), call.args, strict=False)
+                for parameter, value in [*given, *((k.arg, k.value) for k in call.keywords)]:
+                    if parameter in reads:
+                        self.found |= self._origins_of(value)
+            if name == "wait_for_inputs" or _takes_pdl(name, self._functions):
+                self._waited = True
+
+    def _origins_of(self, node: ast.AST) -> set[str]:
+        names = (n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+        return set().union(*(self._origins.get(name, set()) for name in names))
+
+
+def _early_reads(name: str, functions: dict[str, ast.FunctionDef]) -> set[str]:
+    """Tensors that a kernel reads before it waits; numbers among what addresses are made of are
+    left out by their names."""
+    reads = {read.removesuffix("_ptr") for read in _Reads(functions[name], functions).found}
+    reads = {{"tables": "block_tables"}.get(read, read) for read in reads}
+    numbers = ("stride", "num_tokens", "max_segments", "max_position", "window")
+    return {read for read in reads if not read.endswith(numbers)}
 
 
 def _takes_pdl(name: str, functions: dict[str, ast.FunctionDef]) -> bool:
@@ -134,6 +220,8 @@ def _faults(source: str, *others: str) -> list[str]:
             _check_waits(functions[name], functions)
         except RuleError as fault:
             faults.append(f"{name} {fault}")
+        early = _early_reads(name, functions) - CONSTANT - LAUNCHES_AGO
+        faults += [f"{name} reads {tensor} before it waits" for tensor in sorted(early)]
         if "dependent_launch" not in map(_called, ast.walk(launcher)):
             faults.append(f"{name} is launched without dependent_launch")
     return faults
@@ -167,6 +255,25 @@ def test_the_wait_may_be_a_functions():
     assert _faults(DELEGATED, WORK) == ["_copy_kernel waits on one of two ways"]
     empty = WORK.replace("work", "other").replace("wait_for_inputs(PDL)", "pass")
     assert _faults(DELEGATED, WORK, empty) == ["_copy_kernel waits 0 times"]
+
+
+def test_what_a_function_reads_and_writes_is_its_callers():
+    early = GOOD.replace(WAIT, "    work(out, x)\n" + WAIT)
+    reads = "def work(to, source):\n    at = source + 3\n    tl.load(tl.load(at))\n"
+    assert _faults(early, reads) == ["_copy_kernel reads x before it waits"]
+    writes = "def work(to, source):\n    deep(to)\ndef deep(to):\n    tl.store(to, 0)\n"
+    assert _faults(early, writes) == ["_copy_kernel writes before it waits"]
+    assert _faults(early, "def work(to, source):\n    pass\n") == []
+
+
+def test_kernels_do_read_early():
+    functions = {}
+    for path in SOURCES:
+        functions |= _functions(path.read_text())
+    reads = {n for n in functions if n.endswith("_kernel") and _early_reads(n, functions)}
+    assert len(reads) >= 8, reads
+    rotary = _early_reads("_rotary_kv_write_kernel", functions)
+    assert {"positions", "row_slot", "b_ptrs", "arena"} <= rotary
 
 
 def test_nothing_is_dependent_on_a_cpu():
