@@ -9,10 +9,12 @@ import torch
 from engine import Engine, RequestError
 from engine.request import Sequence
 from graphs.cuda_graph import CudaStepGraph
+from graphs.graph_key import GraphKey
 from graphs.tape_graph import TapeStepGraph
 from memory.page_pool import DUMMY_PAGE
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of, run_to_the_end
 from tests.engine.backends import BACKENDS
+from tests.engine.programme import as_bits
 from tests.random_adapters import ALL
 
 ADAPTERS = {
@@ -110,6 +112,36 @@ def test_rows_with_and_without_adapter_follow_each_other(llama, backend):
                 (completion,) = output.outputs
                 stopped = completion.token_ids[-1] == 2  # which the oracle would choose too
                 assert completion.finish_reason == ("stop" if stopped else "length")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [5, 20, 70])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma"])
+def test_rows_of_the_base_model_keep_their_bits_as_adapters_join_and_leave(
+    tmp_path, name, rows, backend
+):
+    """From the graph without the LoRA path to the one with it and back, in steps of few rows, of
+    more than a tile of them, and of more than the own product takes."""
+    model = AdaptedModel.make(name, tmp_path, ADAPTERS)
+    options = {"dtype": "bfloat16", "max_batch_size": rows, "graph_batch_sizes": [rows]}
+    base, logs = rows // 2, []
+    with model.engine(backend, **options, prefill_chunk_tokens=512, debug=False) as engine:
+        for names in ((None, None), ("a", "b"), ("c", None)):
+            for row in range(base):
+                engine.add_request(prompt_of(4, row), greedy(10, ignore_eos=True), None, f"{row}")
+            outputs = {}
+            for _ in range(4):
+                outputs |= {output.request_id: output for output in engine.step()}
+            for row in range(base, rows - 1):
+                engine.add_request(
+                    prompt_of(4, row), greedy(3, ignore_eos=True), names[row % 2], f"{row}"
+                )
+            outputs |= run_to_the_end(engine)
+            logs.append([as_bits(outputs[f"{row}"]) for row in range(base)])
+        both = engine.runner.stats.replays
+        assert min(both[GraphKey(rows, lora)] for lora in (True, False)) > 3
+    assert len(logs[0]) == base
+    assert logs[0] == logs[1] == logs[2]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
