@@ -15,7 +15,8 @@ import triton
 
 MAX_ROWS = 64
 ROW_BLOCKS = (16, 32, 64, 128)
-"""Launches of up to each of these row counts share their tiles, and so what is compiled."""
+"""Launches of up to each of these row counts share their tiles; their stages too, but for those
+beside x A^T (`linear_shrink.arranged`)."""
 BLOCK_N, BLOCK_K, NUM_WARPS = 64, 128, 4
 MIN_SPLIT_K = 1024
 VECTOR = 8  # 16-bit elements in 16 bytes
