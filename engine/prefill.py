@@ -86,8 +86,17 @@ class Prefill:
         torch.cumsum(buffers.seq_lens, 0, dtype=torch.int32, out=buffers.q_indptr[1:])
         self._forward(buffers, longest)
         self._decoder.logits(buffers.workspace.hidden[:rows], buffers.workspace.logits)
-        ws = buffers.workspace.view(rows, rows)
-        draw(memory.tables, ws, buffers.row_request, buffers.row_num_logprobs, buffers.outputs)
+        ws, outputs = buffers.workspace.view(rows, rows), buffers.outputs
+        draw(memory.tables, ws, buffers.row_request, buffers.row_num_logprobs, outputs)
+        logprobs(  # as prompts are scored
+            ws.logits,
+            outputs.sampled,
+            buffers.row_num_logprobs,
+            None,
+            outputs.target_logprob,
+            outputs.top_values,
+            outputs.top_ids,
+        )
 
     def _forward(self, buffers: PrefillBuffers, max_q_len: int) -> None:
         memory = self._memory

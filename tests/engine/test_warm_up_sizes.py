@@ -12,8 +12,10 @@ import pytest
 import torch
 import triton
 
+import engine.decode_step
 import engine.expert_delta
 import engine.mixture
+import engine.prefill
 from engine.attention import ExtendAttention
 from engine.decode_step import lora_delta
 from engine.decoder import StepTokens
@@ -22,6 +24,7 @@ from engine.side_branch import SideBranch
 from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes, product_sizes
 from kernels.linear_config import linear_config
 from kernels.linear_shrink import linear_shrink_triton
+from kernels.logprobs import logprobs, logprobs_triton
 from kernels.lora_segments import shrink_split_k
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
 from tests.engine.backends import TestedBackend as Backend
@@ -273,6 +276,33 @@ def test_every_length_of_a_chunk(launches):
     for tokens in range(1, MOST + 1):
         missing = launches.of(tokens) - covered
         assert not missing, f"{tokens} tokens: {missing}"
+
+
+def test_logprobs_of_tokens_and_of_prompts(tmp_path, monkeypatch):
+    variants = set()
+
+    def both(*args):
+        logprobs_triton(*args)
+        logprobs(*args)
+
+    model = AdaptedModel.make("llama", tmp_path, {})
+    backend = Backend("cpu", "tape", 0.0)
+    with model.engine(backend, dtype="bfloat16") as served:
+        monkeypatch.setattr(
+            triton.runtime.jit.JITFunction,
+            "run",
+            lambda kernel, *args, grid, warmup, **kwargs: variants.add(
+                variant_of(kernel, args, kwargs)
+            ),
+        )
+        for module in (engine.prefill, engine.decode_step):
+            monkeypatch.setattr(module, "logprobs", both)
+        with torch.inference_mode():
+            served.runner.prefill.warm_up(4)
+        covered = set(variants)
+        served.generate(prompt_of(20), greedy(3, prompt_logprobs=2))
+        assert variants == covered
+        assert len(variants) == 2
 
 
 def test_sizes_are_in_range():
