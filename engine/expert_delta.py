@@ -53,15 +53,15 @@ class ExpertDelta:
 
     def router_tables(self) -> RouterTables:
         """What `moe_route` takes: each row's slot, the mask, the arena and the router's tables."""
-        linear, at = self.lora.tables.linear, (self.index, int(Target.ROUTER))
+        router = self.lora.tables.linear.at(self.index, int(Target.ROUTER))
         return (
             self.lora.info.row_adapter,
             self.lora.adapter_enabled,
             self.lora.arena,
-            linear.a_ptrs[at],
-            linear.b_ptrs[at],
-            linear.lora_ranks[at],
-            linear.scalings[at],
+            router.a_ptrs,
+            router.b_ptrs,
+            router.lora_ranks,
+            router.scalings,
         )
 
     def shrink_gate_up(self, hidden: torch.Tensor) -> None:
@@ -138,13 +138,7 @@ class ExpertDelta:
 
     def _tables(self, stacked: slice) -> LinearTables:
         """The layer's tables of the slices that read the same input."""
-        linear, index = self._experts.linear, self.index
-        return LinearTables(
-            linear.a_ptrs[index, stacked],
-            linear.b_ptrs[index, stacked],
-            linear.lora_ranks[index, stacked],
-            linear.scalings[index, stacked],
-        )
+        return self._experts.linear.at(self.index, stacked)
 
     def _shrunk(self, stacked: slice, in_features: int) -> torch.Tensor:
         """float32 [splits, P, stack · max_rank] of workspace: the slices' x Aᵀ."""

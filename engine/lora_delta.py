@@ -83,13 +83,7 @@ class LoRADelta:
         deltas: in place, or where `fold` allows and the step is small, returned to be added by
         the op that reads `out`. `out` is [T, N] or float32 partials [S, T, N]."""
         stacked, sizes = slice(first, first + len(projection.slice_sizes)), projection.slice_sizes
-        linear_tables = self.tables.linear
-        tables = LinearTables(
-            linear_tables.a_ptrs[layer, stacked],
-            linear_tables.b_ptrs[layer, stacked],
-            linear_tables.lora_ranks[layer, stacked],
-            linear_tables.scalings[layer, stacked],
-        )
+        tables = self.tables.linear.at(layer, stacked)
         if self.backend == "torch" and x.is_cuda:
             linear(x, projection.weight, projection.bias, out)
             self._gather(x, tables, sizes, out)

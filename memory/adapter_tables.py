@@ -47,6 +47,13 @@ class LinearTables:
     lora_ranks: torch.Tensor
     scalings: torch.Tensor
 
+    def at(self, layer: int, targets: int | slice) -> "LinearTables":
+        """Views of one layer's, of one target or of those stacked in a projection."""
+        place = (layer, targets)
+        return LinearTables(
+            self.a_ptrs[place], self.b_ptrs[place], self.lora_ranks[place], self.scalings[place]
+        )
+
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device) -> "LinearTables":
         return cls(
