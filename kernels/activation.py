@@ -15,11 +15,11 @@ from kernels.lora_arguments import (
     LORA_TABLES,
     lora_of,
     row_blocks,
+    row_columns,
     row_tiles,
     tile_blocks,
 )
 from kernels.lora_expand import (
-    COLUMNS_PER_WARP,
     find_rows,
     find_slice,
     first_partials,
@@ -315,8 +315,7 @@ def gated_activation_triton(
         return
     block, num_warps = _BLOCK, _NUM_WARPS
     if lora is not None:
-        num_warps = 2 if num_tokens <= 4 else 4
-        block = COLUMNS_PER_WARP * num_warps
+        block, num_warps = row_columns(num_tokens)
     _gated_activation_kernel[(num_tokens, triton.cdiv(intermediate, block))](
         gate_up,
         shrunk,

@@ -13,11 +13,11 @@ from kernels.lora_arguments import (
     LORA_TABLES,
     lora_of,
     row_blocks,
+    row_columns,
     row_tiles,
     tile_blocks,
 )
 from kernels.lora_expand import (
-    COLUMNS_PER_WARP,
     find_rows,
     find_slice,
     first_partials,
@@ -228,8 +228,7 @@ def add_expand_triton(
             **dependent_launch(x.device),
         )
         return
-    num_warps = 2 if num_tokens <= 4 else 4
-    block = COLUMNS_PER_WARP * num_warps
+    block, num_warps = row_columns(num_tokens)
     _add_expand_kernel[(num_tokens, triton.cdiv(hidden, block))](
         x,
         residual,

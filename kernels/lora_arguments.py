@@ -33,6 +33,8 @@ from kernels.op import FLOATS
 FEW_ROWS = 16
 """Up to so many rows kernels go row by row, above by tiles of rows of one slot."""
 
+COLUMNS_PER_WARP = 64  # row by row: 16 ranks of so much of a 16-bit B are 16 registers a thread
+
 LORA_TABLES = (
     "b_ptrs",
     "lora_ranks",
@@ -159,6 +161,12 @@ def lora_of(
         f"shrunk has strides {partials.stride()}: splits are not a whole number of rows apart"
     )
     return lora
+
+
+def row_columns(num_tokens: int) -> tuple[int, int]:
+    """(columns, warps) of a program that goes row by row."""
+    num_warps = 2 if num_tokens <= 4 else 4
+    return COLUMNS_PER_WARP * num_warps, num_warps
 
 
 def row_blocks(lora: Expand | None) -> dict[str, int]:

@@ -18,8 +18,6 @@ import triton.language as tl
 from kernels.lora_segments import as_weights, find_pairs
 from kernels.moe_lora_pairs import sum_splits
 
-COLUMNS_PER_WARP = 64  # row by row: 16 ranks of so much of a 16-bit B are 16 registers a thread
-
 
 @triton.jit
 def find_slice(b_ptrs, lora_ranks, scalings, slot, stacked, MAX_LORAS: tl.constexpr):

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.lora_arguments import FEW_ROWS, LORA_TABLES, lora_of, row_blocks
-from kernels.lora_expand import COLUMNS_PER_WARP, find_slice, first_ranks, row_delta, row_sums
+from kernels.lora_arguments import COLUMNS_PER_WARP, FEW_ROWS, LORA_TABLES, lora_of, row_blocks
+from kernels.lora_expand import find_slice, first_ranks, row_delta, row_sums
 from kernels.op import define_op
 from kernels.rotary_heads import copy_heads, rotate_heads
 
