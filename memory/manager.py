@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear_config import linear_splits
+from kernels.linear_config import ROW_BLOCKS, linear_splits
 from kernels.lora_segments import shrink_split_k
 from kernels.moe_lora_shrink import moe_shrink_split_k
 from kernels.paged_attention import decode_splits
@@ -205,7 +205,7 @@ class MemoryManager:
         widths = {qkv_sizes(self.dims)[0], self.dims.intermediate_size}
         splits = {
             (rows, linear_splits(rows, hidden, width, self.dtype, device))
-            for rows in range(1, most + 1)
+            for rows in range(1, min(most, ROW_BLOCKS[-1]) + 1)
             for width in widths
         }
         return max((rows * count * hidden for rows, count in splits if count > 1), default=0)
