@@ -97,6 +97,7 @@ def lora_delta(
         arena=store.arena,
         arena_address=store.arena_address,
         shrunk=ws.shrunk,
+        arrivals=ws.shrink_arrivals,
         max_rank=memory.config.max_lora_rank,
     )
     delta.derive_metadata()

@@ -41,7 +41,8 @@ class LoRADelta:
     """One step's LoRA: which rows use which slot, and where the slots' weights lie.
 
     `shrunk` is flat float32 workspace for one x Aᵀ at a time: what reads it comes before the next
-    one. Backend "torch" is plain torch on a GPU; on the CPU every backend is the ops' torch twins.
+    one. `arrivals` int32 are zeros between launches. Backend "torch" is plain torch on a GPU; on
+    the CPU every backend is the ops' torch twins.
     """
 
     backend: LoRABackend
@@ -52,6 +53,7 @@ class LoRADelta:
     arena: torch.Tensor
     arena_address: int
     shrunk: torch.Tensor
+    arrivals: torch.Tensor
     max_rank: int
 
     def derive_metadata(self) -> None:
@@ -123,8 +125,8 @@ class LoRADelta:
     def _shrink_beside(
         self, x: torch.Tensor, projection: Projection, tables: LinearTables, out: torch.Tensor
     ) -> torch.Tensor:
-        """`out` = x Wᵀ + bias, and x Aᵀ [splits, T, stack · max_rank], which needs nothing but
-        `x`: in the same launch where the product is our own, else on the branch beside it."""
+        """`out` = x Wᵀ + bias, and x Aᵀ [T, stack · max_rank], which needs nothing but `x`: in the
+        same launch where the product is our own, else on the branch beside it."""
         tokens, width = x.shape[0], len(projection.slice_sizes) * self.max_rank
         splits = shrink_split_k(tokens, x.shape[1]) if x.is_cuda else 1
         shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
@@ -139,15 +141,16 @@ class LoRADelta:
             info.num_segments,
             self.max_rank,
             shrunk,
+            self.arrivals,
         )
         if not x.is_cuda or linear_config(tokens, *weight.shape, x.dtype, x.device):
             linear_shrink(x, weight, bias, out, *adapters)
-            return shrunk
+            return shrunk[0]
         with self.side.forked():
             sgemm_a(x, *adapters)
         linear(x, weight, bias, out)
         self.side.join()
-        return shrunk
+        return shrunk[0]
 
     def _gather(
         self, x: torch.Tensor, tables: LinearTables, sizes: list[int], out: torch.Tensor

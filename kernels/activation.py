@@ -22,11 +22,11 @@ from kernels.lora_arguments import (
 from kernels.lora_expand import (
     find_rows,
     find_slice,
-    first_partials,
     first_ranks,
     row_delta,
     row_sums,
     tile_delta,
+    tile_sums,
 )
 from kernels.op import define_op
 
@@ -53,7 +53,7 @@ def activate(gate, KIND: tl.constexpr):
         return gate * tl.sigmoid((gate + cubed) * _SQRT_8_OVER_PI)
 
 
-@triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=LORA_TABLES)
+@triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
 def _gated_activation_kernel(
     gate_up,  # [T, 2I]
     shrunk,  # this and the next tensors None without LoRA
@@ -65,10 +65,8 @@ def _gated_activation_kernel(
     out,  # [T, I]
     gate_up_stride,
     out_stride,
-    split_rows,
     INTERMEDIATE: tl.constexpr,
     KIND: tl.constexpr,
-    SPLITS: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
     MAX_RANK: tl.constexpr,
     MAX_LORAS: tl.constexpr,
@@ -92,9 +90,8 @@ def _gated_activation_kernel(
     if shrunk is not None:
         gate_s = shrunk + row * SHRUNK_STRIDE
         up_s = gate_s + MAX_RANK
-        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
-        gate_sums = row_sums(gate_s, gate_rank, split_stride, SPLITS, VECTOR, BLOCK_R)
-        up_sums = row_sums(up_s, up_rank, split_stride, SPLITS, VECTOR, BLOCK_R)
+        gate_sums = row_sums(gate_s, gate_rank, VECTOR, BLOCK_R)
+        up_sums = row_sums(up_s, up_rank, VECTOR, BLOCK_R)
     source = gate_up + row * gate_up_stride + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
@@ -107,10 +104,8 @@ def _gated_activation_kernel(
             gate_rank,
             gate_scaling,
             gate_s,
-            split_stride,
             column,
             mask,
-            SPLITS,
             VECTOR,
             BLOCK_R,
         )
@@ -122,10 +117,8 @@ def _gated_activation_kernel(
             up_rank,
             up_scaling,
             up_s,
-            split_stride,
             column,
             mask,
-            SPLITS,
             VECTOR,
             BLOCK_R,
         )
@@ -136,7 +129,7 @@ def _gated_activation_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "max_segments", "split_rows"],
+    do_not_specialize=["num_tokens", "max_segments"],
     do_not_specialize_on_alignment=LORA_TABLES,
 )
 def _gated_activation_tile_kernel(
@@ -155,16 +148,13 @@ def _gated_activation_tile_kernel(
     out_stride,
     num_tokens,
     max_segments,
-    split_rows,
     INTERMEDIATE: tl.constexpr,
     KIND: tl.constexpr,
-    SPLITS: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
     MAX_RANK: tl.constexpr,
     MAX_LORAS: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     VECTOR: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -192,51 +182,40 @@ def _gated_activation_tile_kernel(
         return
     gate_s = shrunk + rows * SHRUNK_STRIDE
     up_s = gate_s + MAX_RANK
-    split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
-    gate_partials = first_partials(
-        gate_s, live, gate_rank, split_stride, SPLITS, VECTOR, BLOCK_S, BLOCK_R
-    )
-    up_partials = first_partials(
-        up_s, live, up_rank, split_stride, SPLITS, VECTOR, BLOCK_S, BLOCK_R
-    )
+    gate_sums = tile_sums(gate_s, live, gate_rank, VECTOR, BLOCK_R)
+    up_sums = tile_sums(up_s, live, up_rank, VECTOR, BLOCK_R)
     mask = live[:, None] & inside[None, :]
     source = gate_up + rows[:, None] * gate_up_stride + column[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     up = tl.load(source + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
     gate_delta = tile_delta(
         gate_first,
-        gate_partials,
+        gate_sums,
         gate_b,
         arena,
         gate_rank,
         gate_scaling,
         gate_s,
         live,
-        split_stride,
         column,
         inside,
-        SPLITS,
         VECTOR,
-        BLOCK_S,
         BLOCK_M,
         BLOCK_N,
         BLOCK_R,
     )
     up_delta = tile_delta(
         up_first,
-        up_partials,
+        up_sums,
         up_b,
         arena,
         up_rank,
         up_scaling,
         up_s,
         live,
-        split_stride,
         column,
         inside,
-        SPLITS,
         VECTOR,
-        BLOCK_S,
         BLOCK_M,
         BLOCK_N,
         BLOCK_R,

@@ -20,17 +20,17 @@ from kernels.lora_arguments import (
 from kernels.lora_expand import (
     find_rows,
     find_slice,
-    first_partials,
     first_ranks,
     row_delta,
     row_sums,
     tile_delta,
+    tile_sums,
 )
 from kernels.op import define_op
 from kernels.partials import check_partials, check_rows, sum_partials, sum_partials_torch
 
 
-@triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=LORA_TABLES)
+@triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
 def _add_expand_kernel(
     x,  # [T, H], or [S, T, H] to be summed over S
     residual,  # [T, H] in place
@@ -43,10 +43,8 @@ def _add_expand_kernel(
     partial_stride,
     x_stride,
     residual_stride,
-    split_rows,
     PARTIALS: tl.constexpr,
     HIDDEN: tl.constexpr,
-    SPLITS: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
     MAX_LORAS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -64,8 +62,7 @@ def _add_expand_kernel(
     wait_for_inputs(PDL)
     if shrunk is not None:
         s_row = shrunk + row * SHRUNK_STRIDE
-        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
-        sums = row_sums(s_row, rank, split_stride, SPLITS, VECTOR, BLOCK_R)
+        sums = row_sums(s_row, rank, VECTOR, BLOCK_R)
     target = residual + row * residual_stride + column
     value = sum_partials(x + row * x_stride + column, mask, partial_stride, PARTIALS)
     value += tl.load(target, mask=mask, other=0.0).to(tl.float32)
@@ -78,10 +75,8 @@ def _add_expand_kernel(
             rank,
             scaling,
             s_row,
-            split_stride,
             column,
             mask,
-            SPLITS,
             VECTOR,
             BLOCK_R,
         )
@@ -90,7 +85,7 @@ def _add_expand_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "max_segments", "split_rows"],
+    do_not_specialize=["num_tokens", "max_segments"],
     do_not_specialize_on_alignment=LORA_TABLES,
 )
 def _add_expand_tile_kernel(
@@ -110,15 +105,12 @@ def _add_expand_tile_kernel(
     residual_stride,
     num_tokens,
     max_segments,
-    split_rows,
     PARTIALS: tl.constexpr,
     HIDDEN: tl.constexpr,
-    SPLITS: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
     MAX_LORAS: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     VECTOR: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -143,8 +135,7 @@ def _add_expand_tile_kernel(
     if not any_live:
         return
     s_rows = shrunk + rows * SHRUNK_STRIDE
-    split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
-    first_s = first_partials(s_rows, live, rank, split_stride, SPLITS, VECTOR, BLOCK_S, BLOCK_R)
+    first_s = tile_sums(s_rows, live, rank, VECTOR, BLOCK_R)
     mask = live[:, None] & inside[None, :]
     source = x + rows[:, None] * x_stride + column[None, :]
     target = residual + rows[:, None] * residual_stride + column[None, :]
@@ -159,12 +150,9 @@ def _add_expand_tile_kernel(
         scaling,
         s_rows,
         live,
-        split_stride,
         column,
         inside,
-        SPLITS,
         VECTOR,
-        BLOCK_S,
         BLOCK_M,
         BLOCK_N,
         BLOCK_R,

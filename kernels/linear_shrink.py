@@ -22,7 +22,12 @@ from kernels.linear import (
 )
 from kernels.linear_config import Card, LinearConfig, card, linear_config
 from kernels.lora_segments import TABLES, check_segments
-from kernels.lora_shrink import shrink_arguments, shrink_programs, shrink_tile
+from kernels.lora_shrink import (
+    check_arrivals,
+    shrink_arguments,
+    shrink_programs,
+    shrink_tile,
+)
 from kernels.op import define_op
 from kernels.sgemm import sgemm_a_torch
 
@@ -36,7 +41,7 @@ SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's
         "segments",
         "shrunk_rows",
         "blocks_per_split",
-        "shrunk_splits",
+        "splits",
     ],
     do_not_specialize_on_alignment=TABLES,
 )
@@ -53,12 +58,13 @@ def _linear_shrink_kernel(
     pair_row,
     num_segments,
     shrunk,
+    arrivals,
     num_tokens,
     split_rows,
     segments,
     shrunk_rows,
     blocks_per_split,
-    shrunk_splits,
+    splits,
     N: tl.constexpr,
     K: tl.constexpr,
     X_STRIDE: tl.constexpr,
@@ -101,12 +107,15 @@ def _linear_shrink_kernel(
             pair_row,
             num_segments,
             shrunk,
+            arrivals,
             segments,
             shrunk_rows,
             blocks_per_split,
+            splits,
             shrink % places,
-            shrink // places % shrunk_splits,
-            shrink // places // shrunk_splits,
+            places,
+            shrink // places % splits,
+            shrink // places // splits,
             K,
             X_STRIDE,
             SHRUNK_STRIDE,
@@ -177,13 +186,15 @@ def launch_linear_shrink(
     num_segments: torch.Tensor,
     max_rank: int,
     shrunk: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     """`linear_shrink_triton` in a given configuration, as `arranged`."""
     check_linear(x, weight, bias, out)
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
     check_segments(x, arena, *tables, max_rank, shrunk)
-    assert x.shape[0] <= config.block_m, f"{x.shape[0]} rows, but tiles of {config.block_m}"
     stack, max_loras = a_ptrs.shape
+    check_arrivals(arrivals, shrunk, stack, max_loras, max_rank)
+    assert x.shape[0] <= config.block_m, f"{x.shape[0]} rows, but tiles of {config.block_m}"
     shrink = shrink_arguments(x, arena, max_loras, max_rank, shrunk)
     arrangement = arranged(
         config,
@@ -199,9 +210,9 @@ def launch_linear_shrink(
         arena,
         *tables,
         shrunk,
+        arrivals,
         x.shape[0],
         rows_a_split(out),
-        shrunk_splits=shrunk.shape[0],
         SHRINK_FIRST=arrangement.shrink_first,
         STACK=stack,
         **tile_arguments(arrangement.config, x, weight, out),
@@ -224,6 +235,7 @@ def linear_shrink_triton(
     num_segments: torch.Tensor,
     max_rank: int,
     shrunk: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     """`out = x Wᵀ + bias` as `linear` writes it, and `shrunk` as `sgemm_a` does, both in place.
 
@@ -237,7 +249,7 @@ def linear_shrink_triton(
         f"[{weight.shape[0]}, {weight.shape[1]}]: use linear and sgemm_a"
     )
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
-    launch_linear_shrink(config, x, weight, bias, out, arena, *tables, max_rank, shrunk)
+    launch_linear_shrink(config, x, weight, bias, out, arena, *tables, max_rank, shrunk, arrivals)
 
 
 def linear_shrink_torch(
@@ -254,11 +266,14 @@ def linear_shrink_torch(
     num_segments: torch.Tensor,
     max_rank: int,
     shrunk: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     """Torch twin of `linear_shrink_triton`."""
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
     linear_torch(x, weight, bias, out)
-    sgemm_a_torch(x, arena, *tables, max_rank, shrunk)
+    sgemm_a_torch(x, arena, *tables, max_rank, shrunk, arrivals)
 
 
-linear_shrink = define_op(linear_shrink_triton, linear_shrink_torch, mutates=("out", "shrunk"))
+linear_shrink = define_op(
+    linear_shrink_triton, linear_shrink_torch, mutates=("out", "shrunk", "arrivals")
+)

@@ -2,9 +2,9 @@
 
 Eleven, after those of the base product; all of them None and 0 without LoRA:
 
-    shrunk float32[splits, T, stack * max_rank]   partial sums x A^T of the base product's x: row
-        t, slice j and rank index r at [:, t, j * max_rank + r]. What lies beyond a slice's true
-        rank, and the rows without adapter, may hold anything and enter no result.
+    shrunk float32[T, stack * max_rank]   x A^T of the base product's x: row t, slice j and rank
+        index r at [t, j * max_rank + r]. What lies beyond a slice's true rank, and the rows
+        without adapter, may hold anything and enter no result.
     arena [flat]                 every adapter's weights; its dtype is the weights' dtype
     b_ptrs int64[stack, max_loras], lora_ranks int32 and scalings float32 likewise
         at a slice's address lies B [N, rank], row-major, of true rank, starting on 16 bytes or
@@ -14,7 +14,7 @@ Eleven, after those of the base product; all of them None and 0 without LoRA:
     seg_indptr, weight_indices, num_segments   from `lora_metadata`, as the two before
     max_rank                     1..256
 
-Slice j of row t, in slot s, is base + scalings[j, s] * (sum over splits of shrunk[:, t, j]) B^T,
+Slice j of row t, in slot s, is base + scalings[j, s] * shrunk[t, j] B^T,
 summed in float32 and not rounded until the op's own result is. A row without adapter, and a
 slice of rank 0, gives the very bits that the op gives without LoRA.
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from kernels.lora_segments import walk_segments, weight_view
+from kernels.lora_segments import check_shrunk, walk_segments, weight_view
 from kernels.op import FLOATS
 
 FEW_ROWS = 16
@@ -69,9 +69,7 @@ class Expand:
     def constants(self) -> dict[str, int]:
         """What either way's kernels need to know besides the tensors."""
         return {
-            "split_rows": self.shrunk.stride(0) // self.shrunk.stride(1),
-            "SPLITS": self.shrunk.shape[0],
-            "SHRUNK_STRIDE": self.shrunk.stride(1),
+            "SHRUNK_STRIDE": self.shrunk.stride(0),
             "MAX_LORAS": self.b_ptrs.shape[1],
             "VECTOR": 16 // self.arena.element_size(),
         }
@@ -82,9 +80,8 @@ class Expand:
         Every product takes all T rows and keeps the segment's: a library product's bits may
         depend on its number of rows, which must not be how many neighbours share an adapter.
         """
-        s = self.shrunk[0] if len(self.shrunk) == 1 else self.shrunk.sum(0)
         shape = (self.row_slot.shape[0], sum(slice_sizes))
-        delta = torch.full(shape, -0.0, dtype=torch.float32, device=s.device)
+        delta = torch.full(shape, -0.0, dtype=torch.float32, device=self.shrunk.device)
         parts = delta.split(slice_sizes, dim=1)
         tables = (self.lora_ranks, self.seg_indptr, self.weight_indices, self.row_order.long())
         for _, rows, slot, stacked, address, rank in walk_segments(
@@ -92,7 +89,7 @@ class Expand:
         ):
             b = weight_view(self.arena, address, slice_sizes[stacked], rank)  # [N, rank]
             first = stacked * self.max_rank
-            product = (s[:, first : first + rank] @ b.T).index_select(0, rows)
+            product = (self.shrunk[:, first : first + rank] @ b.T).index_select(0, rows)
             parts[stacked].index_copy_(0, rows, self.scalings[stacked, slot] * product)
         return delta
 
@@ -150,16 +147,8 @@ def lora_of(
         assert tensor.is_contiguous(), f"{name} is not contiguous"
     assert 1 <= max_rank <= 256, f"max_rank {max_rank}, not in 1..256"
     assert lora.arena.dtype in FLOATS, f"arena is {lora.arena.dtype}, not one of {FLOATS}"
-    partials = lora.shrunk
-    assert partials.dtype == torch.float32, f"shrunk is {partials.dtype}, not float32"
-    width = (num_tokens, stack * max_rank)
-    assert partials.shape[1:] == width, (
-        f"shrunk has shape {tuple(partials.shape)}, not (splits, {width[0]}, {width[1]})"
-    )
-    assert partials.stride(2) == 1, f"shrunk's last dim has stride {partials.stride(2)}"
-    assert partials.stride(0) % partials.stride(1) == 0, (
-        f"shrunk has strides {partials.stride()}: splits are not a whole number of rows apart"
-    )
+    assert lora.shrunk.dim() == 2, f"shrunk has {lora.shrunk.dim()} dims, not 2: rows, ranks"
+    check_shrunk(lora.shrunk, num_tokens, stack * max_rank)
     return lora
 
 
@@ -172,8 +161,7 @@ def row_columns(num_tokens: int) -> tuple[int, int]:
 def row_blocks(lora: Expand | None) -> dict[str, int]:
     """Numbers and constexprs of a kernel that goes row by row, or has no delta to add."""
     if lora is None:
-        names = ("split_rows", "SPLITS", "SHRUNK_STRIDE", "MAX_LORAS", "VECTOR")
-        return dict.fromkeys((*names, "BLOCK_R"), 0)
+        return dict.fromkeys(("SHRUNK_STRIDE", "MAX_LORAS", "VECTOR", "BLOCK_R"), 0)
     most = 32 // lora.arena.element_size()
     block_r = min(most, max(8, triton.next_power_of_2(lora.max_rank)))
     return lora.constants() | {"BLOCK_R": block_r}
@@ -187,7 +175,6 @@ def tile_blocks(lora: Expand) -> dict[str, int]:
         "num_tokens": num_tokens,
         "max_segments": min(num_tokens, max_loras),
         "BLOCK_SEGMENTS": triton.next_power_of_2(max_loras),
-        "BLOCK_S": triton.next_power_of_2(len(lora.shrunk)),
         "BLOCK_M": 16,
         "BLOCK_N": 32 if exact else 128,
         "BLOCK_R": 16,

@@ -6,7 +6,7 @@ the tensor cores, and tiles of the rows without adapter come after those of the 
 result depends on its own inputs, its adapter and T, never on its neighbours, its slot or its place.
 
 Of its B a program asks for the first ranks before the base product is complete: `first_ranks`
-comes before `wait_for_inputs`. After it come `row_sums` and `row_delta`, or `first_partials` and
+comes before `wait_for_inputs`. After it come `row_sums` and `row_delta`, or `tile_sums` and
 `tile_delta`; what else the program reads is best asked for between the two, so that it waits for
 memory once. `lora_arguments` says what the arguments are. Knows columns of one slice, not what is
 made of a delta.
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from kernels.lora_segments import as_weights, find_pairs
-from kernels.moe_lora_pairs import sum_splits
 
 
 @triton.jit
@@ -63,12 +62,10 @@ def first_ranks(address, arena, rank, n, inside, VECTOR: tl.constexpr, BLOCK_R: 
 
 
 @triton.jit
-def row_sums(
-    source, rank, split_stride, SPLITS: tl.constexpr, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr
-):
+def row_sums(source, rank, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr):
     """The row's x A^T [BLOCK_R] for `first_ranks`; `source` is its and the slice's in `shrunk`."""
     r = tl.arange(0, BLOCK_R)
-    return sum_splits(source, r, r < _whole_ranks(rank, VECTOR), split_stride, SPLITS)
+    return tl.load(source + r, mask=r < _whole_ranks(rank, VECTOR), other=0.0)
 
 
 @triton.jit
@@ -80,10 +77,8 @@ def row_delta(
     rank,
     scaling,
     source,
-    split_stride,
     n,
     inside,
-    SPLITS: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -93,14 +88,11 @@ def row_delta(
     for first_rank in range(BLOCK_R, whole, BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
         block = _whole_block(address, arena, whole, n, r, inside)
-        s = sum_splits(source, r, r < whole, split_stride, SPLITS)
+        s = tl.load(source + r, mask=r < whole, other=0.0)
         total += tl.sum(block.to(tl.float32) * s[None, :], axis=1)
     for odd_rank in range(tl.where(whole > 0, 0, rank)):  # one by one, from the same lines
         weights = tl.load(as_weights(address, arena) + n * rank + odd_rank, inside, other=0.0)
-        factor = tl.load(source + odd_rank)
-        for split in tl.static_range(1, SPLITS):
-            factor += tl.load(source + split_stride * split + odd_rank)
-        total += weights.to(tl.float32) * factor
+        total += weights.to(tl.float32) * tl.load(source + odd_rank)
     return scaling * total
 
 
@@ -150,65 +142,44 @@ def _add_product(acc, s, block):
 
 
 @triton.jit
-def _tile_partials(
-    sources, live, r, rank, split_stride, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """[M, S, R] at ranks `r`: all splits in one load, so as to wait for memory once."""
-    split = tl.arange(0, BLOCK_S)
-    wanted = (split < SPLITS)[:, None] & (r < rank)[None, :]
-    skipped = split[:, None] * split_stride + r[None, :]
-    mask = live[:, None, None] & wanted[None, :, :]
-    return tl.load(sources[:, None, None] + skipped[None, :, :], mask, other=0.0)
+def _tile_sums(sources, live, r, rank):
+    """[M, R]: the rows' x A^T at ranks `r`; zeros beyond `rank`."""
+    mask = live[:, None] & (r < rank)[None, :]
+    return tl.load(sources[:, None] + r[None, :], mask, other=0.0)
 
 
 @triton.jit
-def first_partials(
-    sources,
-    live,
-    rank,
-    split_stride,
-    SPLITS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """The rows' x A^T for `first_ranks`, [M, S, BLOCK_R]; `sources` [M] are theirs in `shrunk`."""
-    r = tl.arange(0, BLOCK_R)
-    whole = _whole_ranks(rank, VECTOR)
-    return _tile_partials(sources, live, r, whole, split_stride, SPLITS, BLOCK_S)
+def tile_sums(sources, live, rank, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The rows' x A^T [M, BLOCK_R] for `first_ranks`; `sources` [M] are theirs in `shrunk`."""
+    return _tile_sums(sources, live, tl.arange(0, BLOCK_R), _whole_ranks(rank, VECTOR))
 
 
 @triton.jit
 def tile_delta(
     first,  # [N, BLOCK_R] from `first_ranks`
-    partials,  # [M, S, BLOCK_R] from `first_partials`
+    sums,  # [M, BLOCK_R] from `tile_sums`
     address,
     arena,
     rank,
     scaling,
     sources,
     live,
-    split_stride,
     n,
     inside,
-    SPLITS: tl.constexpr,
     VECTOR: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """[M, N] float32: columns `n` of one slice of the deltas of a tile's rows."""
     whole = _whole_ranks(rank, VECTOR)
-    acc = _add_product(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.sum(partials, axis=1), first)
+    acc = _add_product(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), sums, first)
     for first_rank in range(BLOCK_R, whole, BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
         block = _whole_block(address, arena, whole, n, r, inside)
-        s = _tile_partials(sources, live, r, whole, split_stride, SPLITS, BLOCK_S)
-        acc = _add_product(acc, tl.sum(s, axis=1), block)
+        acc = _add_product(acc, _tile_sums(sources, live, r, whole), block)
     for first_rank in range(0, tl.where(whole > 0, 0, rank), BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
         block = _odd_block(address, arena, rank, n, r, inside)
-        s = _tile_partials(sources, live, r, rank, split_stride, SPLITS, BLOCK_S)
-        acc = _add_product(acc, tl.sum(s, axis=1), block)
+        acc = _add_product(acc, _tile_sums(sources, live, r, rank), block)
     return scaling * acc

@@ -21,11 +21,14 @@ ROW_REGIMES = (4, 16, 64, 128, 512)
 
 _SHRINK_SPLITS: dict[int | None, tuple[int, int]] = {
     4: (16, 256),
-    16: (8, 512),
-    64: (8, 1024),
-    128: (16, 512),
+    16: (4, 1024),
+    64: (4, 1024),
+    128: (8, 1024),
 }
 """By the regime: splits of K at most, and of how many elements each at least."""
+
+MAX_SPLIT_ROWS = 128
+"""Above, every program walks all of K."""
 
 TABLES = (
     "a_ptrs",
@@ -124,12 +127,18 @@ def check_segments(
         assert tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}, not {shape}"
         assert tensor.is_contiguous(), f"{name} is not contiguous"
     assert rows.stride(1) == 1, f"activations' last dim has stride {rows.stride(1)}"
+    check_shrunk(shrunk, num_tokens, stack * max_rank)
+
+
+def check_shrunk(shrunk: torch.Tensor, num_tokens: int, width: int) -> None:
+    """float32 [num_tokens, width], or of so many rows each of several splits."""
     assert shrunk.dtype == torch.float32, f"shrunk is {shrunk.dtype}, not float32"
-    assert shrunk.shape[1:] == (num_tokens, stack * max_rank), (
-        f"shrunk has shape {tuple(shrunk.shape)}, not (split_k, {num_tokens}, {stack * max_rank})"
+    assert shrunk.shape[-2:] == (num_tokens, width), (
+        f"shrunk has shape {tuple(shrunk.shape)}, not ({num_tokens}, {width})"
     )
-    assert shrunk.stride(2) == 1, f"shrunk's last dim has stride {shrunk.stride(2)}"
-    assert shrunk.stride(0) % shrunk.stride(1) == 0, (
+    assert shrunk.stride(-1) == 1, f"shrunk's last dim has stride {shrunk.stride(-1)}"
+    assert shrunk.dim() <= 3, f"shrunk has {shrunk.dim()} dims, not 2 or 3"
+    assert shrunk.dim() == 2 or shrunk.stride(0) % shrunk.stride(1) == 0, (
         f"shrunk has strides {shrunk.stride()}: splits are not a whole number of rows apart"
     )
 
@@ -149,7 +158,7 @@ def shrink_split_k(num_tokens: int, in_features: int) -> int:
     alone waits for memory at every step.
 
     The workspace `shrunk` takes split_k * T * stack * max_rank * 4 bytes, for T up to 128 at most
-    2048 * stack * max_rank * 4.
+    1024 * stack * max_rank * 4.
     """
     most, width = _SHRINK_SPLITS.get(row_regime(num_tokens), (1, in_features))
     return max(1, min(most, in_features // width))

@@ -1,7 +1,8 @@
 """A tile of x A^T: some pairs of one adapter slot, some of a slice's ranks, one split of K.
 
 Shared by the launches that shrink; knows segments and tables of addresses, not what else its
-launch computes.
+launch computes. Splits write partial sums, and the last of a tile to arrive adds them up in their
+order, whichever it is: what reads x A^T next reads one sum, not one for each split.
 """
 
 import torch
@@ -21,11 +22,14 @@ def shrink_tile(
     weight_indices,
     pair_row,
     num_segments,
-    shrunk,  # float32[splits, T, stack * MAX_RANK]
+    shrunk,  # float32[splits, T, stack * MAX_RANK]; the sums end in the first
+    arrivals,  # int32, zero before and after: one for each place and tile
     segments,
     shrunk_rows,
     blocks_per_split,
+    splits,
     place,
+    places,
     split,
     tile,
     K: tl.constexpr,
@@ -39,8 +43,9 @@ def shrink_tile(
     BLOCK_R: tl.constexpr,
     BLOCK_A: tl.constexpr,
 ):
-    """`place` counts tiles of BLOCK_R ranks through the slices, `tile` those of BLOCK_P pairs
-    through the segments; splits take `blocks_per_split` blocks of BLOCK_A elements of K."""
+    """`place` counts the `places` tiles of BLOCK_R ranks through the slices, `tile` those of
+    BLOCK_P pairs through the segments; splits take `blocks_per_split` blocks of BLOCK_A elements
+    of K."""
     rank_tiles: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     stacked = place // rank_tiles
     first_rank = place % rank_tiles * BLOCK_R
@@ -73,9 +78,38 @@ def shrink_tile(
                 if x_block.dtype != a_block.dtype:
                     x_block, a_block = x_block.to(tl.float32), a_block.to(tl.float32)
                 acc = tl.dot(x_block, tl.trans(a_block), acc, input_precision="ieee")
-            places = (split * shrunk_rows + rows) * SHRUNK_STRIDE + stacked * MAX_RANK
+            sums = shrunk + rows[:, None] * SHRUNK_STRIDE + (stacked * MAX_RANK + ranks)[None, :]
+            split_stride = shrunk_rows.to(tl.int64) * SHRUNK_STRIDE
             mask = (pairs < end)[:, None] & (ranks < rank)[None, :]
-            tl.store(shrunk + places[:, None] + ranks[None, :], acc, mask=mask)
+            tl.store(sums + split * split_stride, acc, mask=mask)
+            if splits > 1:
+                tl.debug_barrier()  # every thread's sums lie there before the arrival is counted
+                arrival = arrivals + tile * places + place
+                arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+                if arrived == splits - 1:
+                    tl.store(arrival, 0)
+                    tl.store(sums, _sum_in_order(sums, mask, splits, split_stride), mask=mask)
+
+
+@triton.jit
+def _sum_in_order(sums, mask, splits, split_stride):
+    """Sum of `splits` partials at `sums`, one after the other; four are asked for at a time."""
+    total = tl.zeros(sums.shape, tl.float32)
+    for first in range(0, splits, 4):
+        source = sums + first * split_stride
+        part0 = tl.load(source, mask=mask, other=0.0, cache_modifier=".cg")
+        part1 = _partial(source, mask, first + 1, splits, split_stride)
+        part2 = _partial(source + split_stride, mask, first + 2, splits, split_stride)
+        part3 = _partial(source + 2 * split_stride, mask, first + 3, splits, split_stride)
+        total = total + part0 + part1 + part2 + part3
+    return total
+
+
+@triton.jit
+def _partial(source, mask, split, splits, split_stride):
+    """The partial behind `source`, from the cache that all multiprocessors share; 0 if none."""
+    there = mask & (tl.zeros(mask.shape, tl.int32) + split < splits)
+    return tl.load(source + split_stride, mask=there, other=0.0, cache_modifier=".cg")
 
 
 def rank_block(max_rank: int) -> int:
@@ -89,6 +123,23 @@ def shrink_programs(
     """Tiles of one launch, whatever the step's segments are."""
     places = stack * triton.cdiv(max_rank, rank_block(max_rank))
     return places * shrunk_splits * tile_count(num_tokens, max_loras)
+
+
+def shrink_arrivals(num_tokens: int, stack: int, max_loras: int, max_rank: int) -> int:
+    """How many counters of arrivals a launch of more than one split needs."""
+    return shrink_programs(num_tokens, stack, max_loras, max_rank, 1)
+
+
+def check_arrivals(
+    arrivals: torch.Tensor, shrunk: torch.Tensor, stack: int, max_loras: int, max_rank: int
+) -> None:
+    assert shrunk.dim() == 3, f"shrunk has {shrunk.dim()} dims, not 3: splits, rows, ranks"
+    needed = shrink_arrivals(shrunk.shape[1], stack, max_loras, max_rank)
+    assert arrivals.dtype == torch.int32, f"arrivals is {arrivals.dtype}, not int32"
+    assert arrivals.is_contiguous(), "arrivals is not contiguous"
+    assert shrunk.shape[0] == 1 or arrivals.numel() >= needed, (
+        f"{arrivals.numel()} arrivals, {needed} needed"
+    )
 
 
 def shrink_arguments(
@@ -107,6 +158,7 @@ def shrink_arguments(
         "segments": min(num_tokens, max_loras),
         "shrunk_rows": shrunk.stride(0) // shrunk.stride(1),
         "blocks_per_split": triton.cdiv(triton.cdiv(in_features, block_a), shrunk.shape[0]),
+        "splits": shrunk.shape[0],
         "SHRUNK_STRIDE": shrunk.stride(1),
         "MAX_RANK": max_rank,
         "MAX_LORAS": max_loras,

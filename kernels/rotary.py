@@ -18,7 +18,7 @@ _HALF_ELEMENTS = 256  # of a program's heads: 32 threads, each a 16-byte load of
 _NUM_WARPS = 1
 
 
-@triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=LORA_TABLES)
+@triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
 def _rotary_kv_write_kernel(
     qkv,  # [T, (Hq + 2 Hkv) · D], q in place
     shrunk,  # this and the next tensors None without LoRA
@@ -40,12 +40,10 @@ def _rotary_kv_write_kernel(
     page_stride,
     entry_stride,
     max_position,
-    split_rows,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D/2
     PAGE_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
     MAX_RANK: tl.constexpr,
     MAX_LORAS: tl.constexpr,
@@ -84,8 +82,7 @@ def _rotary_kv_write_kernel(
     wait_for_inputs(PDL)
     if shrunk is not None:
         source = shrunk + token * SHRUNK_STRIDE + kind * MAX_RANK
-        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
-        sums = row_sums(source, rank, split_stride, SPLITS, VECTOR, BLOCK_R)
+        sums = row_sums(source, rank, VECTOR, BLOCK_R)
         left_delta = row_delta(
             left_first,
             sums,
@@ -94,10 +91,8 @@ def _rotary_kv_write_kernel(
             rank,
             scaling,
             source,
-            split_stride,
             n,
             inside,
-            SPLITS,
             VECTOR,
             BLOCK_R,
         ).reshape(GROUP, BLOCK)
@@ -109,10 +104,8 @@ def _rotary_kv_write_kernel(
             rank,
             scaling,
             source,
-            split_stride,
             n + HALF,
             inside,
-            SPLITS,
             VECTOR,
             BLOCK_R,
         ).reshape(GROUP, BLOCK)

@@ -12,13 +12,13 @@ weights through tables of device addresses. Knows no model and no adapter, only 
         Rank 0 means that the slot has no such module: its address is never read.
     seg_indptr, weight_indices, pair_row, num_segments   from `lora_metadata`, int32; a row has at
         most one pair
-    shrunk float32[split_k, T, stack * max_rank]   partial sums between the two: row t, slice j
-        and rank index r at [:, t, j * max_rank + r]. What lies beyond a slice's true rank, and
-        rows without a pair, are not written and never enter a result.
+    shrunk float32[T, stack * max_rank]   between the two: row t, slice j and rank index r at
+        [t, j * max_rank + r]. What lies beyond a slice's true rank, and rows without a pair, are
+        not written and never enter a result.
 
 Both read each used A or B once per row tile and nothing of the others, so cost follows the true
 ranks. A row's result depends on its own x, y and adapter and on the shapes, never on its
-neighbours, its slot or its segment. No atomics: partials are summed in their order.
+neighbours, its slot or its segment. Partials are summed in their order, whoever arrives last.
 """
 
 import torch
@@ -36,12 +36,12 @@ from kernels.lora_segments import (
     walk_segments,
     weight_view,
 )
-from kernels.lora_shrink import shrink_arguments, shrink_tile
+from kernels.lora_shrink import check_arrivals, shrink_arguments, shrink_tile
 from kernels.op import define_op
 
 
 @triton.jit(
-    do_not_specialize=["segments", "shrunk_rows", "blocks_per_split"],
+    do_not_specialize=["segments", "shrunk_rows", "blocks_per_split", "splits"],
     do_not_specialize_on_alignment=TABLES,
 )
 def _sgemm_a_kernel(
@@ -54,9 +54,11 @@ def _sgemm_a_kernel(
     pair_row,
     num_segments,
     shrunk,
+    arrivals,
     segments,
     shrunk_rows,
     blocks_per_split,
+    splits,
     K: tl.constexpr,
     X_STRIDE: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
@@ -80,10 +82,13 @@ def _sgemm_a_kernel(
         pair_row,
         num_segments,
         shrunk,
+        arrivals,
         segments,
         shrunk_rows,
         blocks_per_split,
+        splits,
         tl.program_id(0),
+        tl.num_programs(0),
         tl.program_id(1),
         tl.program_id(2),
         K,
@@ -99,7 +104,7 @@ def _sgemm_a_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["segments", "split_rows"], do_not_specialize_on_alignment=TABLES)
+@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=TABLES)
 def _sgemm_b_kernel(
     shrunk,
     arena,
@@ -112,12 +117,10 @@ def _sgemm_b_kernel(
     num_segments,
     y,
     segments,
-    split_rows,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
     Y_STRIDE: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
     MAX_RANK: tl.constexpr,
     MAX_LORAS: tl.constexpr,
@@ -176,9 +179,6 @@ def _sgemm_b_kernel(
         read = (r < (rank + 3) // 4 * 4) & (r < MAX_RANK)
         s_mask = (pairs < end)[:, None] & read[None, :]
         s = tl.load(shrunk + places, mask=s_mask, other=0.0)  # [BLOCK_M, BLOCK_R]
-        for split in tl.static_range(1, SPLIT_K):
-            skipped = (split * split_rows).to(tl.int64) * SHRUNK_STRIDE
-            s += tl.load(shrunk + skipped + places, mask=s_mask, other=0.0)
         s = tl.where((r < rank)[None, :], s, 0.0)
         if b_block.dtype == tl.bfloat16:
             # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
@@ -202,12 +202,16 @@ def sgemm_a_triton(
     num_segments: torch.Tensor,
     max_rank: int,
     out: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
-    """Shrink: sum over splits of out[split, row, j * max_rank + r] = x[row] . A_j[r].
+    """Shrink: out[0, row, j * max_rank + r] = x[row] . A_j[r].
 
-    Writes `out`, the module's `shrunk`, in place where a row has a pair: split i covers the i-th of
-    out.shape[0] equal ranges of K. Products in x's dtype where A has the same, else in float32;
-    all sums in float32.
+    Written in place where a row has a pair: `out` float32[split_k, T, stack * max_rank], in the
+    first of it the module's `shrunk`; with split_k > 1 program i takes the i-th of split_k equal
+    ranges of K, leaves a partial sum in out[i] and counts itself in `arrivals`, int32 of
+    `shrink_arrivals` elements at least, which must hold zeros and does so again afterwards; the
+    last to arrive, whichever it is, adds the partials up in their order. Products in x's dtype
+    where A has the same, else in float32; all sums in float32.
     """
     check_segments(
         x,
@@ -222,6 +226,7 @@ def sgemm_a_triton(
         out,
     )
     stack, max_loras = a_ptrs.shape
+    check_arrivals(arrivals, out, stack, max_loras, max_rank)
     arguments = shrink_arguments(x, arena, max_loras, max_rank, out)
     places = stack * triton.cdiv(max_rank, arguments["BLOCK_R"])
     _sgemm_a_kernel[(places, out.shape[0], tile_count(x.shape[0], max_loras))](
@@ -234,6 +239,7 @@ def sgemm_a_triton(
         pair_row,
         num_segments,
         out,
+        arrivals,
         K=x.shape[1],
         X_STRIDE=x.stride(0),
         **arguments,
@@ -257,7 +263,7 @@ def sgemm_b_triton(
     slice_sizes: list[int],
     y: torch.Tensor,
 ) -> None:
-    """Expand: y[row, slice j] += scaling_j * (sum over splits of shrunk[:, row, j]) B_j^T.
+    """Expand: y[row, slice j] += scaling_j * shrunk[row, j] B_j^T.
 
     Writes `y` in place at row = pair_row[p] of each pair, slice j being slice_sizes[j] columns;
     other rows, and slices of rank 0, keep their bits. Everything in float32 and rounded once to
@@ -276,6 +282,7 @@ def sgemm_b_triton(
         max_rank,
         shrunk,
     )
+    assert shrunk.dim() == 2, f"shrunk has {shrunk.dim()} dims, not 2: rows, ranks"
     num_tokens, max_loras = y.shape[0], b_ptrs.shape[1]
     assert scalings.dtype == torch.float32, f"scalings is {scalings.dtype}, not float32"
     assert scalings.shape == b_ptrs.shape, (
@@ -306,13 +313,11 @@ def sgemm_b_triton(
         num_segments,
         y,
         min(num_tokens, max_loras),
-        shrunk.stride(0) // shrunk.stride(1),
         N0=widths[0],
         N1=widths[1],
         N2=widths[2],
         Y_STRIDE=y.stride(0),
-        SPLIT_K=shrunk.shape[0],
-        SHRUNK_STRIDE=shrunk.stride(1),
+        SHRUNK_STRIDE=shrunk.stride(0),
         MAX_RANK=max_rank,
         MAX_LORAS=max_loras,
         BLOCK_SEGMENTS=triton.next_power_of_2(max_loras),
@@ -338,8 +343,9 @@ def sgemm_a_torch(
     num_segments: torch.Tensor,
     max_rank: int,
     out: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
-    """Torch twin of `sgemm_a_triton`; the whole sum goes to the first split, zeros to the rest.
+    """Torch twin of `sgemm_a_triton`; leaves all but out[0] alone.
 
     Every product takes all T rows and keeps the segment's: a library product's bits may depend on
     its number of rows, which must not be how many neighbours share an adapter.
@@ -348,9 +354,8 @@ def sgemm_a_torch(
     tables = (lora_ranks, seg_indptr, weight_indices, pair_row.long(), num_segments)
     for _, rows, _, stacked, address, rank in walk_segments(a_ptrs, *tables):
         a = weight_view(arena, address, rank, x.shape[1])  # [rank, K]
-        target = out[:, :, stacked * max_rank : stacked * max_rank + rank]
-        target[0].index_copy_(0, rows, (wide @ a.T).index_select(0, rows))
-        target[1:].index_fill_(1, rows, 0)
+        target = out[0, :, stacked * max_rank : stacked * max_rank + rank]
+        target.index_copy_(0, rows, (wide @ a.T).index_select(0, rows))
 
 
 def sgemm_b_torch(
@@ -368,16 +373,15 @@ def sgemm_b_torch(
     y: torch.Tensor,
 ) -> None:
     """Torch twin of `sgemm_b_triton`; as in `sgemm_a_torch`, products take all T rows."""
-    s = shrunk.sum(0)  # of rows without a pair no more than what lay there
     delta = torch.full(y.shape, -0.0, dtype=torch.float32, device=y.device)  # -0.0 keeps y's bits
     tables = (lora_ranks, seg_indptr, weight_indices, pair_row.long(), num_segments)
     for _, rows, slot, stacked, address, rank in walk_segments(b_ptrs, *tables):
         b = weight_view(arena, address, slice_sizes[stacked], rank)  # [N, rank]
-        product = s[:, stacked * max_rank : stacked * max_rank + rank] @ b.T  # [T, N]
+        product = shrunk[:, stacked * max_rank : stacked * max_rank + rank] @ b.T  # [T, N]
         product = scalings[stacked, slot] * product.index_select(0, rows)
         delta.split(slice_sizes, dim=1)[stacked].index_copy_(0, rows, product)
     y.copy_(y.float() + delta)
 
 
-sgemm_a = define_op(sgemm_a_triton, sgemm_a_torch, mutates=("out",))
+sgemm_a = define_op(sgemm_a_triton, sgemm_a_torch, mutates=("out", "arrivals"))
 sgemm_b = define_op(sgemm_b_triton, sgemm_b_torch, mutates=("y",))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.linear_config import ROW_BLOCKS, linear_splits
-from kernels.lora_segments import shrink_split_k
+from kernels.lora_segments import MAX_SPLIT_ROWS, shrink_split_k
+from kernels.lora_shrink import shrink_arrivals
 from kernels.moe_lora_shrink import moe_shrink_split_k
 from kernels.paged_attention import decode_splits
 from kernels.sampling import sampling_partials_shape
@@ -190,6 +191,11 @@ class MemoryManager:
             max_loras=config.max_loras,
             logit_rows=config.max_batch_size,
             shrink_numel=shrink_rows * STACKED_SLICES * config.max_lora_rank
+            if config.max_loras
+            else 0,
+            shrink_arrivals=shrink_arrivals(
+                min(rows, MAX_SPLIT_ROWS), STACKED_SLICES, config.max_loras, config.max_lora_rank
+            )
             if config.max_loras
             else 0,
             product_numel=self._product_numel(rows),

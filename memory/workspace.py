@@ -14,14 +14,15 @@ from memory.moe_workspace import MoEMemory, MoEWorkspace
 @dataclass(frozen=True)
 class WorkspaceSizes:
     """The largest of everything: `rows` tokens in a step, `logit_rows` rows with logits,
-    `shrink_numel` float32 of split LoRA shrinks, `product_numel` of split products,
-    `attention_numel` of split attention outputs, `sampling_shape` of the sampler's partials;
-    `max_loras` slots."""
+    `shrink_numel` float32 of split LoRA shrinks and `shrink_arrivals` counters of theirs,
+    `product_numel` of split products, `attention_numel` of split attention outputs,
+    `sampling_shape` of the sampler's partials; `max_loras` slots."""
 
     rows: int
     max_loras: int
     logit_rows: int
     shrink_numel: int
+    shrink_arrivals: int
     product_numel: int
     attention_numel: int
     attention_lse_numel: int
@@ -30,7 +31,8 @@ class WorkspaceSizes:
 
 @dataclass(frozen=True)
 class Workspace:
-    """T rows in the model's dtype unless said; nothing here survives a step.
+    """T rows in the model's dtype unless said; nothing here survives a step, but that
+    `shrink_arrivals` int32 are zeros between launches.
 
     `residual`, `hidden`, `delta` [T, H]; `qkv` [T, (Hq + 2 Hkv) D]; `attended` [T, Hq D];
     `gate_up` [T, 2 I]; `activated` [T, I]. Flat float32: `shrunk` (LoRA x·A partials), `product`
@@ -48,6 +50,7 @@ class Workspace:
     gate_up: torch.Tensor
     activated: torch.Tensor
     shrunk: torch.Tensor
+    shrink_arrivals: torch.Tensor
     product: torch.Tensor
     attention_out: torch.Tensor
     attention_lse: torch.Tensor
@@ -88,6 +91,7 @@ class Workspace:
             gate_up=rows(2 * dense_width),
             activated=rows(dense_width),
             shrunk=floats(sizes.shrink_numel),
+            shrink_arrivals=torch.zeros(sizes.shrink_arrivals, dtype=torch.int32, device=device),
             product=floats(sizes.product_numel),
             attention_out=floats(sizes.attention_numel),
             attention_lse=floats(sizes.attention_lse_numel),

@@ -229,6 +229,7 @@ def launch_product(rows, shape, max_loras, max_rank):
         empty(1, **ints),
         max_rank,
         empty(splits, rows, stack * max_rank, dtype=torch.float32),
+        empty(2**16, **ints),
     )
 
 

@@ -31,7 +31,6 @@ class ExpandBatch:
     rows: list[int]
     slice_sizes: list[int]
     ranks: list[list[int]] = field(default_factory=list)
-    splits: int = 1
     dtype: torch.dtype = torch.float32
     max_rank: int = 64
     disabled: frozenset[int] = frozenset()
@@ -50,23 +49,23 @@ class ExpandBatch:
         """Random where it counts, NaN elsewhere; a view with margins between its rows."""
         stack, tokens = len(self.slice_sizes), len(self.rows)
         generator = torch.Generator().manual_seed(tokens)
-        buffer = torch.full((self.splits, tokens + 1, stack * self.max_rank + 4), NAN)
+        buffer = torch.full((tokens + 1, stack * self.max_rank + 4), NAN)
         for t, slot in enumerate(self.rows):
             if slot >= 0 and slot not in self.disabled:
                 for j in range(stack):
                     first = j * self.max_rank
-                    part = buffer[:, t, first : first + self.slot_ranks[j][slot]]
+                    part = buffer[t, first : first + self.slot_ranks[j][slot]]
                     part.copy_(torch.randn(part.shape, generator=generator))
-        return buffer[:, :tokens, : stack * self.max_rank]
+        return buffer[:tokens, : stack * self.max_rank]
 
     def arguments(self, device: torch.device | str = "cpu") -> list[torch.Tensor | int]:
         """The eleven, in their order."""
         adapters = self.adapters.to(device)
         found = metadata_of(self.rows, len(self.slot_ranks[0]), device, self.disabled)
         rows = ("row_slot", "row_order", "seg_indptr", "weight_indices", "num_segments")
-        partials = torch.empty_strided(self.shrunk.shape, self.shrunk.stride(), device=device)
+        shrunk = torch.empty_strided(self.shrunk.shape, self.shrunk.stride(), device=device)
         return [
-            partials.copy_(self.shrunk),
+            shrunk.copy_(self.shrunk),
             adapters.arena,
             adapters.b_ptrs,
             adapters.lora_ranks,
@@ -92,7 +91,7 @@ class ExpandBatch:
                 for j, part in enumerate(delta[t].split(self.slice_sizes)):
                     first = j * self.max_rank
                     rank = self.slot_ranks[j][slot]
-                    s = self.shrunk[:, t, first : first + rank].double().sum(0)
+                    s = self.shrunk[t, first : first + rank].double()
                     scaling = float(self.adapters.scalings[j, slot])
                     part.copy_(scaling * (self.adapters.b[j][slot].double() @ s))
         return delta

@@ -103,11 +103,11 @@ def test_compiles(kind, dtype):
 
 
 LORA_CASES = {
-    "one_row": (ExpandBatch(ROWS[1], [40, 40], splits=4), torch.float32, "silu"),
+    "one_row": (ExpandBatch(ROWS[1], [40, 40]), torch.float32, "silu"),
     "three_rows": (ExpandBatch(ROWS[3], [300, 300]), torch.float32, "gelu"),
-    "few_rows": (ExpandBatch(ROWS[8], [72, 72], splits=4), torch.float32, "gelu_tanh"),
+    "few_rows": (ExpandBatch(ROWS[8], [72, 72]), torch.float32, "gelu_tanh"),
     "few_rows_bf16": (
-        ExpandBatch(ROWS[8], [264, 264], dtype=torch.bfloat16, splits=4),
+        ExpandBatch(ROWS[8], [264, 264], dtype=torch.bfloat16),
         torch.bfloat16,
         "silu",
     ),
@@ -121,15 +121,15 @@ LORA_CASES = {
         torch.float32,
         "silu",
     ),
-    "one_tile_more": (ExpandBatch(ROWS[17], [40, 40], splits=4), torch.float32, "silu"),
+    "one_tile_more": (ExpandBatch(ROWS[17], [40, 40]), torch.float32, "silu"),
     "tiles": (ExpandBatch(ROWS[40], [136, 136]), torch.float32, "silu"),
     "tiles_bf16": (
-        ExpandBatch(ROWS[40], [136, 136], dtype=torch.bfloat16, splits=4),
+        ExpandBatch(ROWS[40], [136, 136], dtype=torch.bfloat16),
         torch.bfloat16,
         "silu",
     ),
     "tiles_mixed": (
-        ExpandBatch(ROWS[40], [40, 40], disabled=frozenset({2}), splits=4),
+        ExpandBatch(ROWS[40], [40, 40], disabled=frozenset({2})),
         torch.bfloat16,
         "silu",
     ),
@@ -189,7 +189,7 @@ def test_a_row_with_a_delta_does_not_depend_on_its_neighbours(kernel_device, nam
     poisoned = torch.full_like(gate_up, torch.nan)
     poisoned[kept] = gate_up[kept]
     others = [row for row in range(len(batch.rows)) if row != kept]
-    arguments[0][:, others] = torch.nan
+    arguments[0][others] = torch.nan
     again = torch.empty_like(out)
     gated_activation_triton(poisoned, *arguments, kind, again)
     assert kept not in batch.base_rows
@@ -200,7 +200,7 @@ def test_launcher_refuses_lora_arguments_that_do_not_fit():
     batch, _, kind = LORA_CASES["few_rows"]
     gate_up, out = _lora_inputs("few_rows")
     for place, wrong, message in (
-        (0, torch.zeros(1, 8, 64), "shrunk has shape"),
+        (0, torch.zeros(8, 64), "shrunk has shape"),
         (1, None, "adapters without arena"),
         (3, torch.zeros(2, 5), "lora_ranks is"),
         (5, torch.zeros(7, dtype=torch.int32), "row_slot has shape"),

@@ -18,14 +18,14 @@ from tests.kernels.expand_batch import (
 BF16 = torch.bfloat16
 # (batch, dtype of the residual, partials of x; 0: x of the residual's dtype)
 CASES = {
-    "one_row": (ExpandBatch(ROWS[1], [200], splits=4), torch.float32, 2),
+    "one_row": (ExpandBatch(ROWS[1], [200]), torch.float32, 2),
     "three_rows": (ExpandBatch(ROWS[3], [136]), torch.float16, 0),
-    "few_rows": (ExpandBatch(ROWS[8], [300], splits=4), torch.float32, 0),
-    "few_rows_bf16": (ExpandBatch(ROWS[8], [72], splits=4, dtype=BF16), BF16, 2),
+    "few_rows": (ExpandBatch(ROWS[8], [300]), torch.float32, 0),
+    "few_rows_bf16": (ExpandBatch(ROWS[8], [72], dtype=BF16), BF16, 2),
     "small_ranks": (ExpandBatch(ROWS[8], [40], [[1, 2, 3, 0, 5]], max_rank=5), torch.float32, 1),
     "disabled": (ExpandBatch(ROWS[8], [40], disabled=frozenset({0, 4})), BF16, 2),
     "one_tile_more": (ExpandBatch(ROWS[17], [40]), torch.float32, 3),
-    "tiles": (ExpandBatch(ROWS[40], [136], splits=4), torch.float32, 2),
+    "tiles": (ExpandBatch(ROWS[40], [136]), torch.float32, 2),
     "tiles_bf16": (ExpandBatch(ROWS[40], [136], dtype=BF16), BF16, 2),
     "tiles_mixed": (ExpandBatch(ROWS[40], [40], disabled=frozenset({2})), BF16, 0),
     "only_base_rows": (ExpandBatch([-1] * 20, [40]), torch.float32, 2),
