@@ -32,6 +32,7 @@ class DecodeAttention:
     seq_lens: torch.Tensor
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+    arrivals: torch.Tensor
 
     def __call__(
         self,
@@ -53,6 +54,7 @@ class DecodeAttention:
             window,
             self.partial_out,
             self.partial_lse,
+            self.arrivals,
             out,
         )
 

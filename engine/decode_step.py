@@ -66,6 +66,7 @@ class DecodeStep:
             buffers.seq_lens,
             buffers.partial_out,
             buffers.partial_lse,
+            ws.attention_arrivals,
         )
         tokens = StepTokens(
             buffers.token_ids, buffers.positions, buffers.kv_slots, row_mask=buffers.seq_lens

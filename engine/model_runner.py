@@ -166,11 +166,15 @@ class ModelRunner:
 def scratch_tensors(buffers: StepBuffers) -> list[torch.Tensor]:
     """What every step writes before it reads: poisoned before each tape replay in debug mode."""
     inputs = (buffers.token_ids, buffers.positions, buffers.seq_lens, buffers.kv_slots)
-    constant = ("pair_weight", "moe.lora.row_indptr", "moe.router_arrivals", "shrink_arrivals")
+    constant = ("pair_weight", "moe.lora.row_indptr")
     named = {**buffers.lora.tensors(), **buffers.workspace.tensors()}
     return [
         *inputs,
         buffers.row_num_logprobs,
-        *(tensor for name, tensor in named.items() if name not in constant),
+        *(
+            tensor
+            for name, tensor in named.items()
+            if name not in constant and not name.endswith("arrivals")
+        ),
         *buffers.outputs.tensors().values(),
     ]

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention_tiles import decode_splits
 from kernels.linear_config import ROW_BLOCKS, linear_splits
 from kernels.lora_segments import MAX_SPLIT_ROWS, shrink_split_k
 from kernels.lora_shrink import shrink_arrivals
 from kernels.moe_lora_shrink import moe_shrink_split_k
-from kernels.paged_attention import decode_splits
 from kernels.sampling import sampling_partials_shape
 from memory.adapter_store import AdapterStore
 from memory.adapter_tables import column_ints
@@ -201,6 +201,7 @@ class MemoryManager:
             product_numel=self._product_numel(rows),
             attention_numel=partials * dims.head_dim,
             attention_lse_numel=partials,
+            attention_arrivals=config.max_batch_size * dims.num_kv_heads,
             sampling_shape=tuple(max(sizes) for sizes in zip(*shapes, strict=True)),
         )
 

@@ -16,6 +16,7 @@ class WorkspaceSizes:
     """The largest of everything: `rows` tokens in a step, `logit_rows` rows with logits,
     `shrink_numel` float32 of split LoRA shrinks and `shrink_arrivals` counters of theirs,
     `product_numel` of split products, `attention_numel` of split attention outputs,
+    `attention_lse_numel` and `attention_arrivals` of their sums and counters,
     `sampling_shape` of the sampler's partials; `max_loras` slots."""
 
     rows: int
@@ -26,13 +27,14 @@ class WorkspaceSizes:
     product_numel: int
     attention_numel: int
     attention_lse_numel: int
+    attention_arrivals: int
     sampling_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Workspace:
     """T rows in the model's dtype unless said; nothing here survives a step, but that
-    `shrink_arrivals` int32 are zeros between launches.
+    `shrink_arrivals` and `attention_arrivals`, int32, are zeros between launches.
 
     `residual`, `hidden`, `delta` [T, H]; `qkv` [T, (Hq + 2 Hkv) D]; `attended` [T, Hq D];
     `gate_up` [T, 2 I]; `activated` [T, I]. Flat float32: `shrunk` (LoRA x·A partials), `product`
@@ -54,6 +56,7 @@ class Workspace:
     product: torch.Tensor
     attention_out: torch.Tensor
     attention_lse: torch.Tensor
+    attention_arrivals: torch.Tensor
     sampling_partials: torch.Tensor
     logits: torch.Tensor
     scratch: torch.Tensor
@@ -76,6 +79,9 @@ class Workspace:
         def floats(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
+        def zeros(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
         q_size = qkv_sizes(dims)[0]
         has_dense = dims.moe is None or not all(dims.moe.sparse_layers)
         dense_width = dims.intermediate_size if has_dense else 0
@@ -91,10 +97,11 @@ class Workspace:
             gate_up=rows(2 * dense_width),
             activated=rows(dense_width),
             shrunk=floats(sizes.shrink_numel),
-            shrink_arrivals=torch.zeros(sizes.shrink_arrivals, dtype=torch.int32, device=device),
+            shrink_arrivals=zeros(sizes.shrink_arrivals),
             product=floats(sizes.product_numel),
             attention_out=floats(sizes.attention_numel),
             attention_lse=floats(sizes.attention_lse_numel),
+            attention_arrivals=zeros(sizes.attention_arrivals),
             sampling_partials=floats(*sizes.sampling_shape),
             logits=torch.empty(sizes.logit_rows, dims.vocab_size, dtype=dtype, device=device),
             scratch=floats(sizes.logit_rows, dims.vocab_size),

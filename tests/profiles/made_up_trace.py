@@ -10,7 +10,7 @@ from typing import Any
 from profiles.op_log import MARK, LoggedOp
 
 MAIN, SIDE = 7, 20
-SPLIT = {"paged_attention": "_combine_kernel", "sample": "_sample_rows_kernel"}
+SPLIT = {"sample": "_sample_rows_kernel"}
 MICROSECONDS = {"linear": 40.0, "paged_attention": 8.0, "sample": 9.0}
 
 Event = dict[str, Any]
