@@ -126,7 +126,8 @@ class LoRADelta:
         self, x: torch.Tensor, projection: Projection, tables: LinearTables, out: torch.Tensor
     ) -> torch.Tensor:
         """`out` = x Wᵀ + bias, and x Aᵀ [T, stack · max_rank], which needs nothing but `x`: in the
-        same launch where the product is our own, else on the branch beside it."""
+        same launch where the product is our own, else beside the product, which is what goes on
+        the branch: so it comes first to the multiprocessors, and x Aᵀ to what room it leaves."""
         tokens, width = x.shape[0], len(projection.slice_sizes) * self.max_rank
         splits = shrink_split_k(tokens, x.shape[1]) if x.is_cuda else 1
         shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
@@ -147,8 +148,8 @@ class LoRADelta:
             linear_shrink(x, weight, bias, out, *adapters)
             return shrunk[0]
         with self.side.forked():
-            sgemm_a(x, *adapters)
-        linear(x, weight, bias, out)
+            linear(x, weight, bias, out)
+        sgemm_a(x, *adapters)
         self.side.join()
         return shrunk[0]
 

@@ -13,6 +13,8 @@ from profiles.op_log import LoggedOp
 from profiles.op_table import OTHER
 
 ROLES = ("q, k, v", "output", "gate, up", "down")  # of a dense layer's products, in order
+PRODUCTS = ("linear", "linear_shrink")
+PRODUCTS_LORA = ("sgemm_a", "sgemm_b")
 ATTENTION_OP = "paged_attention"
 NORMS = ("rms_norm", "add_rms_norm")
 
@@ -47,15 +49,16 @@ class Timeline:
 
     @cached_property
     def labels(self) -> list[str]:
-        """A name for each op: of a product in a layer, and of LoRA around it, which one it is."""
+        """A name for each op: of a product in a layer, and of LoRA behind it, which one it is."""
         labels = [op.title for op in self.ops]
         for layer in self.layers:
-            for name in ("linear", "linear_shrink", "sgemm_a", "sgemm_b"):
-                found = [index for index in layer if self.ops[index].name == name]
-                if len(found) not in (2, len(ROLES)):
-                    continue
-                for index, role in zip(found, ROLES, strict=False):
-                    labels[index] = f"{role}: {self.ops[index].title}"
+            products = [index for index in layer if self.ops[index].name in PRODUCTS]
+            if len(products) not in (2, len(ROLES)):
+                continue
+            for first, end, role in zip(products, [*products[1:], layer.stop], ROLES, strict=False):
+                for index in range(first, end):
+                    if self.ops[index].name in (*PRODUCTS, *PRODUCTS_LORA):
+                        labels[index] = f"{role}: {self.ops[index].title}"
         if self.layers:
             for index in range(self.layers[-1].stop, len(self.ops)):
                 if self.ops[index].name == "linear":
