@@ -22,6 +22,7 @@ PAGE_SIZE = 16
 NVTX_VARIABLE = "ENCORE_NVTX"
 DEBUG_VARIABLE = "ENCORE_DEBUG"
 CACHE_VARIABLE = "ENCORE_CACHE_DIR"
+MEASURE_VARIABLE = "ENCORE_MEASURE"
 
 
 def _environment_flag(name: str) -> bool:
@@ -31,6 +32,11 @@ def _environment_flag(name: str) -> bool:
 def compiler() -> str | None:
     """The C compiler that Triton will be told to use, where `CC` says so."""
     return os.environ.get("CC")
+
+
+def is_measured() -> bool:
+    """Whether base products are chosen by what they take on the card, not by rule."""
+    return os.environ.get(MEASURE_VARIABLE) != "0"
 
 
 def cache_directory() -> Path | None:

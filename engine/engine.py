@@ -18,7 +18,14 @@ from engine.adapter_files import read_adapter
 from engine.adapter_registry import AdapterRegistry
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.compiler_check import check_compiler
-from engine.config import EngineConfig, cache_directory, check_adapters, check_path, compiler
+from engine.config import (
+    EngineConfig,
+    cache_directory,
+    check_adapters,
+    check_path,
+    compiler,
+    is_measured,
+)
 from engine.decoder import Decoder
 from engine.device_scope import DeviceScope
 from engine.errors import RequestError
@@ -99,8 +106,9 @@ class Engine:
                 self.architecture, checkpoint.source, self.max_seq_len, self.dtype, self.device
             )
         with self._trace.range("measure"):
-            batch_sizes, directory = self.config.ladder().sizes, cache_directory()
-            choose_products(decoder.weights, batch_sizes, self.device, directory)
+            if is_measured():
+                batch_sizes, directory = self.config.ladder().sizes, cache_directory()
+                choose_products(decoder.weights, batch_sizes, self.device, directory)
         self.memory = MemoryManager(
             self.architecture, settings.memory, budget, self.dtype, self.device
         )

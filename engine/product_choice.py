@@ -1,7 +1,7 @@
 """Which products of a model are measured before anything is planned for them."""
 
+import logging
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ from kernels.choice_file import ChoiceFile
 from kernels.linear_choice import ShapeWeights, settle
 from kernels.linear_config import MIN_CAPABILITY, card
 from kernels.linear_timer import GraphTimer, measuring_stamp
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
@@ -30,8 +32,10 @@ def choose_products(
     if device.type != "cuda" or card(device).capability < MIN_CAPABILITY:
         return
     file = ChoiceFile(directory, card(device).name, measuring_stamp())
-    with suppress(torch.OutOfMemoryError):
+    try:
         settle(weights_by_shape(weights), batch_sizes, card(device), file, GraphTimer(device))
+    except torch.OutOfMemoryError as error:
+        logger.warning("%s: products are chosen by rule, not measured: %s", device, error)
     torch.cuda.empty_cache()
 
 

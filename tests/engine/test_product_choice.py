@@ -18,8 +18,15 @@ from engine.errors import CapacityError
 from engine.product_choice import choose_products, weights_by_shape
 from engine.random_source import RandomSource
 from kernels.choice_file import ChoiceFile
-from kernels.linear_choice import ShapeWeights, settle
-from kernels.linear_config import H200, LINEAR_TABLE, LinearTable, card, linear_config
+from kernels.linear_choice import ShapeWeights, Trial, settle
+from kernels.linear_config import (
+    H200,
+    LINEAR_TABLE,
+    LinearConfig,
+    LinearTable,
+    card,
+    linear_config,
+)
 from kernels.linear_timer import GraphTimer, measuring_stamp
 from tests.profiles.tiny_shape import DENSE, tiny_checkpoint
 
@@ -109,11 +116,16 @@ def test_before_the_memory_is_planned(monkeypatch, tmp_path):
             super().__init__(*arguments)
 
     monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ENCORE_MEASURE")
     monkeypatch.setattr(engine.engine, "choose_products", choose)
     monkeypatch.setattr(engine.engine, "MemoryManager", Manager)
     with Engine(tiny_checkpoint(DENSE), **SIZES):
         pass
     assert events == [((2, 20), torch.device("cpu"), tmp_path), "manager"]
+    monkeypatch.setenv("ENCORE_MEASURE", "0")
+    with Engine(tiny_checkpoint(DENSE), **SIZES):
+        pass
+    assert events[2:] == ["manager"], "switched off, the rule decides"
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read():
@@ -149,7 +161,7 @@ def test_only_cards_that_have_the_kernel_are_measured(monkeypatch, tmp_path, cap
         assert file.path == tmp_path / "linear-A-card.json"
 
 
-def test_too_little_memory_to_measure_in_is_no_error(monkeypatch, tmp_path):
+def test_too_little_memory_to_measure_in_is_no_error(monkeypatch, tmp_path, caplog):
     def settle(*arguments):
         raise torch.OutOfMemoryError("made up")
 
@@ -159,6 +171,7 @@ def test_too_little_memory_to_measure_in_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     weights = DecoderWeights(Architecture.from_config(DENSE), BF16, torch.device("meta"))
     choose_products(weights, [1], torch.device("cuda", 0), tmp_path)
+    assert caplog.messages == ["cuda:0: products are chosen by rule, not measured: made up"]
 
 
 def test_where_the_file_lies(monkeypatch):
@@ -191,6 +204,24 @@ def test_the_stamp_names_versions_and_source():
     assert stamp["torch"] == torch.__version__
     assert set(stamp) == {"torch", "triton", "kernel"}
     assert stamp == measuring_stamp()
+
+
+def test_each_kernel_is_compiled_once(monkeypatch):
+    """Of one row and of sixteen it is the same, and threads would compile it at once."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    compiled = []
+    monkeypatch.setattr(GraphTimer, "_compiles", lambda timer, trial: compiled.append(trial) or 1)
+    timer = object.__new__(GraphTimer)
+    timer._device = torch.device("cuda", 0)
+    config = LinearConfig(16, 64, 128, 4, 5)
+    weight = torch.empty(256, 128, dtype=BF16)
+    trials = [
+        Trial(config, torch.empty(rows, 128, dtype=BF16), weight, None, torch.empty(rows, 256))
+        for rows in (1, 16)
+    ]
+    trials += [replace(trials[0], config=replace(config, num_stages=stages)) for stages in (3, 4)]
+    assert timer.runs(trials) == [1] * 4
+    assert len(compiled) == 3
 
 
 def unmeasured(timer: GraphTimer, *arguments) -> float:
@@ -254,6 +285,7 @@ def test_a_real_shape_is_measured(monkeypatch, tmp_path, takes_partials):
 def test_a_second_engine_finds_the_file(monkeypatch, tmp_path, fresh_table):
     has_kernel(torch.device("cuda", torch.cuda.current_device()))
     monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("ENCORE_MEASURE", "1")
     config = LLAMA_8B | {"num_hidden_layers": 8, "hidden_size": 2048, "vocab_size": 32000}
     sizes = {**SIZES, "device": "cuda"}
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

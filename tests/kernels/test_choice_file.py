@@ -1,6 +1,7 @@
 """The file of measured choices: what is read back, and what goes wrong without harm."""
 
 import json
+import logging
 import multiprocessing
 from dataclasses import replace
 
@@ -36,8 +37,10 @@ def test_what_was_added_is_read(tmp_path):
     assert open_file(directory).add(ACCEPTED, {PRODUCT: QUICK}) == {PRODUCT: QUICK}
     assert open_file(directory).add(ACCEPTED, {OTHER: None}) == {OTHER: None}
     assert open_file(directory).read(ACCEPTED) == {PRODUCT: QUICK, OTHER: None}
-    assert open_file(directory).read({OTHER: []}) == {OTHER: None}
-    assert open_file(directory).read({PRODUCT: [SLOW]}) == {}
+    assert open_file(directory).read({OTHER: ACCEPTED[OTHER]}) == {OTHER: None}
+    assert open_file(directory).read({OTHER: []}) == {}, "an entry of its own without partials"
+    others = [config for config in ACCEPTED[PRODUCT] if config != QUICK]
+    assert open_file(directory).read({PRODUCT: others}) == {}
     names = {path.name for path in directory.iterdir()}
     assert names == {"linear-NVIDIA-H200.json", "linear-NVIDIA-H200.lock"}
 
@@ -55,7 +58,7 @@ def test_of_other_versions_nothing_is_read(tmp_path, changed):
 def broken_contents() -> dict[str, bytes]:
     entry = {"block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 9}
     stamp = {"card": "NVIDIA H200", "torch": "1", "triton": "2", "kernel": "ab"}
-    key = "16 x 4096 x 4096 bfloat16"
+    key = "16 x 4096 x 4096 bfloat16 in partials"
 
     def of(choices: object) -> bytes:
         return json.dumps({"stamp": stamp, "choices": choices}).encode()
@@ -75,12 +78,32 @@ def broken_contents() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", broken_contents())
-def test_a_broken_file_is_ignored_and_rewritten(tmp_path, name):
+def test_a_broken_file_is_ignored_and_rewritten(tmp_path, name, caplog):
     file = open_file(tmp_path)
     file.path.write_bytes(broken_contents()[name])
     assert file.read(ACCEPTED) == {}
     assert file.add(ACCEPTED, {PRODUCT: QUICK}) == {PRODUCT: QUICK}
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(f"{file.path} is ignored: ")
     assert open_file(tmp_path).read(ACCEPTED) == {PRODUCT: QUICK}
+    assert len(caplog.messages) == 1
+
+
+def test_a_missing_file_is_nothing_to_warn_of(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    open_file(tmp_path / "new").add(ACCEPTED, {PRODUCT: QUICK})
+    assert not caplog.messages
+
+
+def test_a_file_of_another_card_or_version_is_said_in_the_log(tmp_path, caplog):
+    open_file(tmp_path, "Card 1").add(ACCEPTED, {PRODUCT: QUICK})
+    (tmp_path / "linear-Card-1.json").rename(tmp_path / "linear-Card-2.json")
+    assert open_file(tmp_path, "Card 2").read(ACCEPTED) == {}
+    assert "Card 1" in caplog.text
+    open_file(tmp_path, "Card 2").add(ACCEPTED, {PRODUCT: SLOW})
+    caplog.clear()
+    assert open_file(tmp_path, "Card 2", torch="2.x").read(ACCEPTED) == {}
+    assert "'torch': '1'" in caplog.text
 
 
 def test_the_contents_of_a_broken_file_would_be_read_if_they_were_right(tmp_path):
@@ -89,14 +112,16 @@ def test_the_contents_of_a_broken_file_would_be_read_if_they_were_right(tmp_path
     assert file.read(ACCEPTED) == {PRODUCT: None}
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, monkeypatch):
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, monkeypatch, caplog):
     choices = {PRODUCT: QUICK}
     assert open_file(None).add(ACCEPTED, choices) == choices
     assert open_file(None).read(ACCEPTED) == {}
+    assert not caplog.messages
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
         assert open_file(directory).add(ACCEPTED, choices) == choices
         assert open_file(directory).read(ACCEPTED) == {}
+    assert [text.split(" cannot be written")[1] != "" for text in caplog.messages] == [True] * 2
     (tmp_path / "taken" / "linear-NVIDIA-H200.json").mkdir(parents=True)
     assert open_file(tmp_path / "taken").add(ACCEPTED, choices) == choices
     assert not list((tmp_path / "taken").glob("*.tmp"))

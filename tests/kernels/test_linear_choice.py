@@ -1,5 +1,6 @@
 """The measured choice of the base product: what is tried, what is taken, and that it stays."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 from kernels.choice_file import ChoiceFile
 from kernels.linear import launch_linear
 from kernels.linear_choice import (
-    LIBRARY_GAIN,
+    KERNEL_GAIN,
     READ_BANDWIDTH,
+    ROUNDS,
+    TILES_GAIN,
     ShapeWeights,
     best,
     candidates,
+    ruled,
     settle,
 )
 from kernels.linear_config import (
@@ -34,7 +38,10 @@ CARD = replace(H200, name="A card")
 STAMP = {"torch": "1"}
 OUTPUT = Product(16, 4096, 4096, BF16)
 NARROW = LinearConfig(16, 32, 128, 4, 6)
+SHORT = replace(NARROW, num_stages=4)
 SPLIT = replace(NARROW, splits=4)
+SHAPES = {(6144, 4096): False, (4096, 4096): True, (28672, 4096): False, (4096, 14336): True}
+"""Of an 8B model's layer, and whether partials are taken."""
 
 
 def choice_file(directory, **stamp: str) -> ChoiceFile:
@@ -118,20 +125,57 @@ def test_candidates_compile(rows):
 @pytest.mark.parametrize(
     ("library", "own", "taken"),
     [
-        (1.0, {NARROW: 1.0 * LIBRARY_GAIN * 0.999}, NARROW),
-        (1.0, {NARROW: 1.0 * LIBRARY_GAIN * 1.001}, None),
-        (1.0, {NARROW: 1.0, replace(NARROW, num_stages=4): 0.9}, replace(NARROW, num_stages=4)),
+        (1.0, {NARROW: 1.0 * KERNEL_GAIN * 0.999}, NARROW),
+        (1.0, {NARROW: 1.0 * KERNEL_GAIN * 1.001}, None),
+        (1.0, {NARROW: 1.0, SHORT: 0.9}, SHORT),
+        (1.0, {NARROW: TILES_GAIN * 0.999, SHORT: 1.0}, NARROW),
+        (1.0, {NARROW: TILES_GAIN * 1.001, SHORT: 1.0}, SHORT),
+        (0.8, {NARROW: 1.0, SHORT: 0.87}, SHORT),
+        (1.0, {SHORT: 1.05}, SHORT),  # the rule's does not run
         (1.0, {}, None),
     ],
 )
-def test_the_library_must_be_clearly_faster(library, own, taken):
-    assert best(OUTPUT, {None: library, **own}) == taken
+def test_what_is_not_the_rules_must_be_clearly_faster(library, own, taken):
+    assert best(OUTPUT, {None: library, **own}, NARROW) == taken
+
+
+def test_where_the_rule_is_the_library_the_own_kernel_must_be_clearly_faster():
+    assert best(OUTPUT, {None: KERNEL_GAIN * 0.999, NARROW: 1.0}, None) is None
+    assert best(OUTPUT, {None: KERNEL_GAIN * 1.001, NARROW: 1.0}, None) == NARROW
+    assert best(OUTPUT, {None: 1.0}, None) is None
 
 
 def test_partials_pay_for_being_read():
     read = 4 * 16 * 4096 * 4 / READ_BANDWIDTH
-    assert best(OUTPUT, {None: 1.0, NARROW: 1e-5, SPLIT: 1e-5 - 1.01 * read}) == SPLIT
-    assert best(OUTPUT, {None: 1.0, NARROW: 1e-5, SPLIT: 1e-5 - 0.99 * read}) == NARROW
+    for rule in (SHORT, NARROW):
+        gain = TILES_GAIN if rule == NARROW else 1
+        times = {None: 1.0, NARROW: 1e-5}
+        assert best(OUTPUT, times | {SPLIT: 1e-5 / gain - 1.01 * read}, rule) == SPLIT
+        assert best(OUTPUT, times | {SPLIT: 1e-5 / gain - 0.99 * read}, rule) == NARROW
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
+def test_equal_times_leave_the_rule_as_it_is(tmp_path, rows, shape):
+    weights = torch.empty(8, *shape, dtype=BF16, device="meta")
+    given = ShapeWeights(list(weights), takes_partials=SHAPES[shape])
+    product = given.product(rows)
+    times = dict.fromkeys([None, *candidates(product, CARD, SHAPES[shape])], 40e-6)
+    rule = ruled(product, CARD, SHAPES[shape])
+    assert best(product, times, rule) == rule
+    assert (rule is None) == (rows > MAX_ROWS and shape != (28672, 4096))
+    assert best(product, times | {None: 37e-6}, rule) == rule
+    assert best(product, times | {None: 43e-6}, rule) == rule
+
+
+def test_a_first_start_compiles_a_bounded_number_of_kernels():
+    found = {
+        (shape, config)
+        for shape, takes_partials in {**SHAPES, (128256, 4096): False}.items()
+        for rows in (1, 16, 32, 64, 128)
+        for config in candidates(Product(rows, *shape, BF16), CARD, takes_partials)
+    }
+    assert 60 <= len(found) <= 100
 
 
 @pytest.mark.parametrize("takes_partials", [False, True])
@@ -139,7 +183,7 @@ def test_every_candidate_is_timed_on_weights_of_several_layers(tmp_path, takes_p
     timer, shape = MadeUpTimer(), shape_weights(layers=32, takes_partials=takes_partials)
     settled(choice_file(tmp_path), timer, [shape], rows=(8, 9))
     tried = [trials[0].config for trials in timer.timed]
-    assert tried == [None, *candidates(shape.product(16), CARD, takes_partials)]
+    assert tried == [None, *candidates(shape.product(16), CARD, takes_partials)] * ROUNDS
     for trials in timer.timed:
         assert len({trial.weight.data_ptr() for trial in trials}) == len(trials)
         assert sum(trial.weight.nbytes for trial in trials) == 16 * timer.l2_bytes
@@ -192,6 +236,37 @@ def test_a_process_that_finds_the_file_measures_nothing(tmp_path):
     assert again.timed, "another number of rows is measured"
     assert chosen(more, 1, shapes[0]) is None
     assert chosen(more, 16, shapes[0]) == quick
+
+
+def test_the_least_of_the_rounds_counts(tmp_path):
+    """The clock rises while the first trials are timed, of which the library's is the first."""
+    timer = MadeUpTimer()
+    timer.times = lambda config: 3.0 if len(timer.timed) == 1 else 1.0 if config is None else 2.0
+    assert chosen(settled(choice_file(tmp_path), timer)) is None
+
+
+def test_models_that_take_partials_and_others_share_a_file(tmp_path):
+    shapes = [shape_weights(takes_partials=takes) for takes in (True, False)]
+    split = next(c for c in candidates(shapes[0].product(16), CARD, True) if c.splits == 2)
+    timer = MadeUpTimer(fastest(split))
+    for shape in shapes:
+        settled(choice_file(tmp_path), timer, [shape])
+    again = MadeUpTimer()
+    choices = [chosen(settled(choice_file(tmp_path), again, [shape])) for shape in shapes]
+    assert not again.timed
+    assert choices == [split, ruled(shapes[1].product(16), CARD, False)]
+
+
+def test_the_log_says_what_a_first_start_takes(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    settled(choice_file(tmp_path), MadeUpTimer())
+    count = 1 + len(candidates(shape_weights().product(16), CARD, False))
+    before, after = caplog.messages
+    assert before == f"A card: timing {count} ways to compute 1 products"
+    assert after.endswith(f" s, kept in {tmp_path / 'linear-A-card.json'}")
+    caplog.clear()
+    settled(choice_file(tmp_path), MadeUpTimer())
+    assert not caplog.messages
 
 
 def test_choices_are_those_that_were_asked_for(tmp_path):
