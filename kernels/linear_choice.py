@@ -235,5 +235,5 @@ def settle(
             start = time.monotonic()
             choices |= file.add(accepted, measure(missing, card, timer))
             taken = time.monotonic() - start
-            logger.info("%s: timed in %.1f s, kept in %s", card.name, taken, file.path)
+            logger.info("%s: timed in %.1f s, to be kept in %s", card.name, taken, file.path)
         table.settle(card, choices)

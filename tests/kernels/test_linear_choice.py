@@ -263,7 +263,7 @@ def test_the_log_says_what_a_first_start_takes(tmp_path, caplog):
     count = 1 + len(candidates(shape_weights().product(16), CARD, False))
     before, after = caplog.messages
     assert before == f"A card: timing {count} ways to compute 1 products"
-    assert after.endswith(f" s, kept in {tmp_path / 'linear-A-card.json'}")
+    assert after.endswith(f" s, to be kept in {tmp_path / 'linear-A-card.json'}")
     caplog.clear()
     settled(choice_file(tmp_path), MadeUpTimer())
     assert not caplog.messages

@@ -279,6 +279,15 @@ def test_compiles_for_every_target(case):
     assert compile_launches(linear_shrink_triton, *run.product, *run.lora) == 1
 
 
+@pytest.mark.parametrize(("tokens", "splits"), [(16, 2), (64, 0), (100, 4)])
+def test_measured_tiles_compile(tokens, splits):
+    """Those of eight warps, whatever the number of rows."""
+    config = LinearConfig(max(16, row_bucket(tokens)), 128, 64, 8, 5, max(1, splits))
+    case = Case([0, 1] * (tokens // 2), [[16, 16]], 256, 1024, 16, 2, splits, dtype=BF16)
+    run = Run.of(case)
+    assert compile_launches(launch_linear_shrink, config, *run.product, *run.lora) == 1
+
+
 def test_refuses_what_has_no_kernel():
     run = Run.of(replace(CASES["one_row"], dtype=torch.float32))
     with pytest.raises(AssertionError, match="use linear and sgemm_a"):
