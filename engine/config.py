@@ -21,6 +21,8 @@ LORA_BACKENDS = ("auto", "torch", "sgemm", "sgmv")
 PAGE_SIZE = 16
 NVTX_VARIABLE = "ENCORE_NVTX"
 DEBUG_VARIABLE = "ENCORE_DEBUG"
+CACHE_VARIABLE = "ENCORE_CACHE_DIR"
+MEASURE_VARIABLE = "ENCORE_MEASURE"
 
 
 def _environment_flag(name: str) -> bool:
@@ -30,6 +32,24 @@ def _environment_flag(name: str) -> bool:
 def compiler() -> str | None:
     """The C compiler that Triton will be told to use, where `CC` says so."""
     return os.environ.get("CC")
+
+
+def is_measured() -> bool:
+    """Whether base products are chosen by what they take on the card, not by rule."""
+    return os.environ.get(MEASURE_VARIABLE) != "0"
+
+
+def cache_directory() -> Path | None:
+    """Where what was measured is kept; it need not exist. None where there is no home."""
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given)
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():
+        try:
+            caches = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return caches / "encore"
 
 
 @dataclass(frozen=True)

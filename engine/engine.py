@@ -18,12 +18,20 @@ from engine.adapter_files import read_adapter
 from engine.adapter_registry import AdapterRegistry
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.compiler_check import check_compiler
-from engine.config import EngineConfig, check_adapters, check_path, compiler
+from engine.config import (
+    EngineConfig,
+    cache_directory,
+    check_adapters,
+    check_path,
+    compiler,
+    is_measured,
+)
 from engine.decoder import Decoder
 from engine.device_scope import DeviceScope
 from engine.errors import RequestError
 from engine.model_runner import ModelRunner
 from engine.outputs import AdapterInfo, EngineStats, RequestOutput
+from engine.product_choice import choose_products
 from engine.prompts import Prompt, as_prompts, one_each
 from engine.request import Request
 from engine.request_intake import RequestIntake
@@ -32,6 +40,7 @@ from engine.scheduler import Scheduler
 from engine.settings import MODELS_TOKENIZER, Settings
 from engine.step_loop import StepLoop
 from engine.trace import Trace
+from memory.budget import Budget
 from memory.manager import MemoryManager
 from memory.packed_adapter import pack_adapter
 
@@ -89,17 +98,20 @@ class Engine:
     def _build(self, checkpoint: Checkpoint, settings: Settings) -> None:
         """Allocate everything, load the weights and capture the graphs."""
         shapes = self.architecture.parameter_shapes().values()
-        self.memory = MemoryManager(
-            self.architecture,
-            settings.memory,
-            sum(torch.Size(shape).numel() for shape in shapes) * self.dtype.itemsize,
-            self.dtype,
-            self.device,
-        )
+        weight_bytes = sum(torch.Size(shape).numel() for shape in shapes) * self.dtype.itemsize
+        budget = Budget.of_device(self.device, settings.memory.memory_fraction)
+        budget.plan("weights", weight_bytes, "dtype, or memory_fraction")
         with self._trace.range("load"):
             decoder = Decoder(
                 self.architecture, checkpoint.source, self.max_seq_len, self.dtype, self.device
             )
+        with self._trace.range("measure"):
+            if is_measured():
+                batch_sizes, directory = self.config.ladder().sizes, cache_directory()
+                choose_products(decoder.weights, batch_sizes, self.device, directory)
+        self.memory = MemoryManager(
+            self.architecture, settings.memory, budget, self.dtype, self.device
+        )
         self._registry = AdapterRegistry(self.memory.adapters, self.config.max_cpu_loras)
         self._scheduler = Scheduler(
             self.memory.pages,

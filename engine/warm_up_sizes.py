@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 from engine.decoder_weights import Projection
 from engine.expert_delta import MAX_PAIRWISE
-from kernels.linear_config import ROW_BLOCKS, card, linear_config
+from kernels.linear_config import ROW_BLOCKS, ROW_BUCKETS, card, linear_config
 from kernels.linear_shrink import arranged, product_programs
 from kernels.lora_segments import ROW_REGIMES, row_regime, shrink_split_k
 from kernels.lora_shrink import shrink_programs
@@ -23,7 +23,7 @@ FEW_PAIRS = SPLIT_PAIRS[-1]  # up to here kernels split sums, in ranges of any w
 
 def prefill_sizes(moe: MoEDims | None, most: int, products: Collection[int] = ()) -> list[int]:
     """Tokens of the chunks to run, up to `most`, ascending; `products` from `product_sizes`."""
-    sizes = {most, *ROW_REGIMES, ROW_REGIMES[-1] + 1, *ROW_BLOCKS, *products}
+    sizes = {most, *ROW_REGIMES, ROW_REGIMES[-1] + 1, *ROW_BUCKETS, *products}
     return sorted(size for size in sizes | _mixture_sizes(moe, most) if size <= most)
 
 

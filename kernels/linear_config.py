@@ -1,13 +1,15 @@
 """How the product with a base weight is computed: by an own kernel, and in which tiles, or by the
 vendor's library.
 
-`linear_config` alone decides, from shapes, dtype and device; a choice that is measured on the
-card in hand would take its place. Few rows are bound by reading the weight: what counts is how
-many bytes are in flight and how evenly tiles fill the card. Above `MAX_ROWS` the library is mostly
-the faster one.
+`linear_config` alone decides, from shapes, dtype and device: by what `linear_choice` measured on
+the card in hand, and by a rule, `tiles_for`, where nothing was. Few rows are bound by reading the
+weight: what counts is how many bytes are in flight and how evenly tiles fill the card. Above
+`MAX_ROWS` the library is mostly the faster one.
 """
 
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -20,6 +22,8 @@ beside x A^T (`linear_shrink.arranged`)."""
 BLOCK_N, BLOCK_K, NUM_WARPS = 64, 128, 4
 MIN_SPLIT_K = 1024
 VECTOR = 8  # 16-bit elements in 16 bytes
+MIN_CAPABILITY = (9, 0)
+ROW_BUCKETS = (1, *ROW_BLOCKS)  # numbers of rows up to which one choice holds
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,15 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class Card:
-    """What of a GPU decides tiles: its multiprocessors, and the shared memory a block may take."""
+    """What of a GPU decides tiles: its multiprocessors, and the shared memory a block may take.
+
+    name: of the card in hand, for which choices are measured.
+    """
 
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int
+    name: str = ""
 
     def fitted(self, config: LinearConfig, programs: int) -> LinearConfig:
         """`config` with as many of its stages as let `programs` of it, one or two for each
@@ -71,7 +79,8 @@ def card(device: torch.device) -> Card:
         return H200
     properties = torch.cuda.get_device_properties(device)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Card((properties.major, properties.minor), properties.multi_processor_count, shared)
+    capability = (properties.major, properties.minor)
+    return Card(capability, properties.multi_processor_count, shared, properties.name)
 
 
 def tiles_for(
@@ -83,7 +92,7 @@ def tiles_for(
     deep where a multiprocessor has a tile or two; where many follow one another their loads
     overlap anyway. Measured on an H200 at 1, 8 and 32 rows, N from 2048 to 128256.
     """
-    if card.capability < (9, 0) or in_features % VECTOR:
+    if card.capability < MIN_CAPABILITY or in_features % VECTOR:
         return None
     if num_tokens > MAX_ROWS:
         return _tiles_for_many(num_tokens, out_features, card)
@@ -108,15 +117,66 @@ def _tiles_for_many(num_tokens: int, out_features: int, card: Card) -> LinearCon
     return config if is_own and config.shared_bytes <= card.shared_bytes else None
 
 
+@dataclass(frozen=True)
+class Product:
+    """x [rows, in_features] by W [out_features, in_features]; `rows` is one of ROW_BUCKETS, for
+    all numbers of rows that it is the bucket of."""
+
+    rows: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+
+def row_bucket(num_tokens: int) -> int | None:
+    """None above the last bucket: there the library computes."""
+    return next((rows for rows in ROW_BUCKETS if num_tokens <= rows), None)
+
+
+@dataclass
+class LinearTable:
+    """What was chosen for every card and product that was asked for: a configuration, or None for
+    the library.
+
+    A choice never changes, though better ones be measured later: rows have its bits, and
+    workspaces were planned for its splits. `lock` is held while choices are measured.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    _choices: dict[tuple[Card, Product], LinearConfig | None] = field(default_factory=dict)
+
+    def choice(self, card: Card, product: Product) -> LinearConfig | None:
+        """By the rule where nothing was measured before it was first asked for."""
+        with self.lock:
+            if not self.holds(card, product):
+                size = (product.out_features, product.in_features)
+                self._choices[card, product] = tiles_for(product.rows, *size, card)
+            return self._choices[card, product]
+
+    def holds(self, card: Card, product: Product) -> bool:
+        return (card, product) in self._choices
+
+    def settle(self, card: Card, choices: Mapping[Product, LinearConfig | None]) -> None:
+        """Take `choices` for products that it does not hold."""
+        with self.lock:
+            for product, choice in choices.items():
+                self._choices.setdefault((card, product), choice)
+
+
+LINEAR_TABLE = LinearTable()
+
+
 @cache
 def linear_config(
     num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
 ) -> LinearConfig | None:
     """The own kernel's configuration for x [num_tokens, in_features] and W [out_features,
     in_features], or None for the library. Without CUDA as on an H200."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    rows = row_bucket(num_tokens)
+    if rows is None or dtype not in (torch.float16, torch.bfloat16):
         return None
-    return tiles_for(num_tokens, out_features, in_features, card(device))
+    product = Product(rows, out_features, in_features, dtype)
+    return LINEAR_TABLE.choice(card(device), product)
 
 
 def linear_splits(

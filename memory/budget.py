@@ -3,7 +3,10 @@
 The KV cache gets what the other rows leave.
 """
 
+import os
 from dataclasses import dataclass, field
+
+import torch
 
 from memory.errors import CapacityError
 
@@ -27,6 +30,16 @@ class Budget:
 
     total_bytes: int
     rows: list[BudgetRow] = field(default_factory=list)
+
+    @classmethod
+    def of_device(cls, device: torch.device, fraction: float) -> "Budget":
+        """`fraction` of all the memory of `device`, less what is in use on a GPU by now."""
+        if device.type != "cuda":
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return cls(int(total * fraction))
+        torch.cuda.empty_cache()  # of an engine that is gone
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(max(0, int(total * fraction) - (total - free)))
 
     def plan(self, name: str, planned_bytes: int, knob: str) -> None:
         """Add a row, or raise CapacityError where it does not fit, saying what to cut."""

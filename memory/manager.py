@@ -1,6 +1,5 @@
 """Plans the budget and allocates, once, everything whose address a graph will hold."""
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -49,21 +48,25 @@ class MemoryConfig:
 
 
 class MemoryManager:
-    """Owns the tables, the KV cache, the adapter store, the workspace and the step buffers."""
+    """Owns the tables, the KV cache, the adapter store, the workspace and the step buffers.
+
+    `budget` is what they share, the weights planned in it already.
+    """
 
     @torch.inference_mode(False)  # written in any mode later, which inference tensors refuse
     def __init__(
         self,
         dims: ModelDims,
         config: MemoryConfig,
-        weight_bytes: int,
+        budget: Budget,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.dims, self.config, self.dtype, self.device = dims, config, dtype, device
         self._sizes = self._workspace_sizes()
         self.max_pages = -(-config.max_seq_len // config.page_size) + 1  # the last stays dummy
-        self.budget = self._plan(weight_bytes)
+        self.budget = budget
+        self._plan()
         num_pages = self._plan_kv_pages()
         self.tables = RequestTables.allocate(
             config.max_batch_size, self.max_pages, dims.vocab_size, device
@@ -217,19 +220,12 @@ class MemoryManager:
         }
         return max((rows * count * hidden for rows, count in splits if count > 1), default=0)
 
-    def _plan(self, weight_bytes: int) -> Budget:
-        config = self.config
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            budget = Budget(max(0, int(total * config.memory_fraction) - (total - free)))
-        else:
-            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            budget = Budget(int(total * config.memory_fraction))
+    def _plan(self) -> None:
+        config, budget = self.config, self.budget
         meta = RequestTables.allocate(
             config.max_batch_size, self.max_pages, self.dims.vocab_size, torch.device("meta")
         )
         workspace = workspace_bytes(self.dims, self._sizes, self.dtype)
-        budget.plan("weights", weight_bytes, "dtype, or memory_fraction")
         num_experts = self.dims.moe.num_experts if self.dims.moe else 0
         column_bytes = 4 * column_ints(self.dims.num_layers, num_experts)
         adapter_tables = column_bytes * (config.max_loras + 1)  # and one that is being written
@@ -240,7 +236,6 @@ class MemoryManager:
         budget.plan("graphs", graph_bytes, "graph_batch_sizes")
         adapters = self._plan_adapter_bytes(budget.left_bytes)
         budget.plan("adapters", adapters, "max_loras, max_lora_rank or lora_memory_bytes")
-        return budget
 
     def _plan_adapter_bytes(self, left_bytes: int) -> int:
         config = self.config

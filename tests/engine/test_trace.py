@@ -44,6 +44,7 @@ def test_every_phase_has_a_range(tmp_path, entered):
     run(tmp_path, nvtx=True)
     assert set(entered) == {
         "load",
+        "measure",
         "capture",
         "prefill",
         "stage",
@@ -51,7 +52,8 @@ def test_every_phase_has_a_range(tmp_path, entered):
         "sample",
         "adapter load",
     }
-    assert entered.index("load") < entered.index("capture") < entered.index("adapter load")
+    assert entered.index("load") < entered.index("measure") < entered.index("capture")
+    assert entered.index("capture") < entered.index("adapter load")
     assert entered.count("replay") == 3
     assert entered.count("stage") == 1, "a steady batch is staged once"
 

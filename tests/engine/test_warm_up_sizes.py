@@ -307,8 +307,8 @@ def test_logprobs_of_tokens_and_of_prompts(tmp_path, monkeypatch):
 
 
 def test_sizes_are_in_range():
-    assert prefill_sizes(None, 10) == [4, 10]
-    assert prefill_sizes(None, 2048) == [4, 16, 32, 64, 128, 512, 513, 2048]
+    assert prefill_sizes(None, 10) == [1, 4, 10]
+    assert prefill_sizes(None, 2048) == [1, 4, 16, 32, 64, 128, 512, 513, 2048]
     assert eager_batch_sizes(None, 8, 8) == []
     assert eager_batch_sizes(None, 8, 40) == [9, 16, 32, 40]
 

@@ -7,7 +7,17 @@ import torch
 from torch.testing import assert_close
 
 from kernels.linear import launch_linear, linear_torch
-from kernels.linear_config import H200, MAX_ROWS, LinearConfig, tiles_for
+from kernels.linear_choice import candidates
+from kernels.linear_config import (
+    H200,
+    MAX_ROWS,
+    LinearConfig,
+    Product,
+    card,
+    linear_config,
+    row_bucket,
+    tiles_for,
+)
 from kernels.linear_shrink import (
     launch_linear_shrink,
     linear_shrink,
@@ -219,7 +229,7 @@ def test_larger_shapes_on_the_gpu(tokens, stack, out_features, splits, dtype):
     case = replace(case, dtype=dtype, biased=True)
     run, alone = Run.of(case, "cuda"), Run.of(case, "cuda")
     linear_shrink_triton(*run.product, *run.lora)
-    config = tiles_for(tokens, out_features, 4096, H200)
+    config = linear_config(tokens, out_features, 4096, dtype, run.x.device)
     launch_linear(config, *alone.product)
     sgemm_a_triton(alone.x, *alone.lora)
     for found, expected in zip(run.results, alone.results, strict=True):
@@ -235,6 +245,27 @@ def test_larger_shapes_on_the_gpu(tokens, stack, out_features, splits, dtype):
     assert_close(found.double(), expected, rtol=rtol, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 20, 64, 100])
+@pytest.mark.parametrize(("stack", "out_features"), [(2, 28672), (1, 4096)])
+def test_every_candidate_has_the_bits_of_both_ops(tokens, stack, out_features):
+    """Whichever of them is measured to be the best, x A^T beside it stays `sgemm_a`'s."""
+    product = Product(row_bucket(tokens), out_features, 4096, BF16)
+    found = candidates(product, card(torch.device("cuda", 0)), takes_partials=stack == 1)
+    for config in found:
+        rows = [row % 7 - 1 for row in range(tokens)]
+        shrunk_splits, splits = shrink_split_k(tokens, 4096), config.splits
+        ranks = [[16, 5, 64, 1, 33, 16]] * stack
+        out_splits = splits if splits > 1 else 0
+        case = Case(rows, ranks, out_features, 4096, 64, shrunk_splits, out_splits, dtype=BF16)
+        run, alone = Run.of(case, "cuda"), Run.of(case, "cuda")
+        launch_linear_shrink(config, *run.product, *run.lora)
+        launch_linear(config, *alone.product)
+        sgemm_a_triton(alone.x, *alone.lora)
+        for together, apart in zip(run.results, alone.results, strict=True):
+            assert torch.equal(together.nan_to_num(7), apart.nan_to_num(7)), config
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -246,6 +277,15 @@ def test_larger_shapes_on_the_gpu(tokens, stack, out_features, splits, dtype):
 def test_compiles_for_every_target(case):
     run = Run.of(case)
     assert compile_launches(linear_shrink_triton, *run.product, *run.lora) == 1
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [(16, 2), (64, 0), (100, 4)])
+def test_measured_tiles_compile(tokens, splits):
+    """Those of eight warps, whatever the number of rows."""
+    config = LinearConfig(max(16, row_bucket(tokens)), 128, 64, 8, 5, max(1, splits))
+    case = Case([0, 1] * (tokens // 2), [[16, 16]], 256, 1024, 16, 2, splits, dtype=BF16)
+    run = Run.of(case)
+    assert compile_launches(launch_linear_shrink, config, *run.product, *run.lora) == 1
 
 
 def test_refuses_what_has_no_kernel():

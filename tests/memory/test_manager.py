@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.sampling_tables import NUM_LOGPROBS, REPETITION, TOP_P
+from memory.budget import Budget
 from memory.errors import CapacityError
 from memory.kv_cache import page_bytes
 from memory.manager import MemoryConfig, MemoryManager
@@ -38,9 +39,15 @@ LARGE = TinyDims(  # an 8B model's, but for its layers: its weights are not allo
 
 
 def make_manager(dims: TinyDims | None = None, weight_bytes: int = 1000, **config) -> MemoryManager:
-    return MemoryManager(
-        dims or TinyDims(), replace(CONFIG, **config), weight_bytes, torch.float32, CPU
-    )
+    config = replace(CONFIG, **config)
+    budget = with_weights(weight_bytes, config, CPU)
+    return MemoryManager(dims or TinyDims(), config, budget, torch.float32, CPU)
+
+
+def with_weights(weight_bytes: int, config: MemoryConfig, device: torch.device) -> Budget:
+    budget = Budget.of_device(device, config.memory_fraction)
+    budget.plan("weights", weight_bytes, "dtype, or memory_fraction")
+    return budget
 
 
 def test_every_request_fits_at_its_longest_where_memory_allows():
@@ -162,7 +169,8 @@ def test_kv_pages_of_layers_are_apart_and_zero():
 def test_on_the_gpu_the_kv_cache_takes_what_is_left():
     device = torch.device("cuda")
     config = replace(CONFIG, max_batch_size=64, max_seq_len=100_000, memory_fraction=0.2)
-    manager = MemoryManager(TinyDims(), config, 10**6, torch.bfloat16, device)
+    budget = with_weights(10**6, config, device)
+    manager = MemoryManager(TinyDims(), config, budget, torch.bfloat16, device)
     total = torch.cuda.mem_get_info(device)[1]
     assert manager.budget.total_bytes <= 0.2 * total
     assert manager.budget.left_bytes >= 0
