@@ -13,11 +13,20 @@ import torch
 import triton
 import triton.language as tl
 
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
 
 @triton.jit
 def finite_or_zero(value):
     """What to subtract for a largest value of `value`."""
     return tl.where(tl.abs(value) == float("inf"), 0.0, value)
+
+
+@triton.jit
+def sum_exp(values, largest):
+    """sum(exp(values - shift)), for a largest value of `largest`."""
+    # exp itself would also keep what is too small for a normal float, at twice the instructions.
+    return tl.sum(tl.exp2((values - finite_or_zero(largest)) * _LOG2_E))
 
 
 def log_normalizer_torch(logits: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,11 @@ A row's token is the argmax of its scaled logits plus Gumbel noise, which is a d
 softmax (Gumbel 1954; Maddison, Tarlow, Minka: "A* Sampling", 2014). The noise comes from a
 counter generator (`kernels.random`), so a token depends on the request alone.
 
-Two launches. The first, over (rows, chunks of the vocabulary), adjusts the logits and leaves
-each chunk's partial results; the second, over rows, combines them in order, and where a row
-truncates cuts its scaled logits (`kernels.truncation`) and draws from what is kept. Greedy and
-untruncated rows are read once; nothing a row computes depends on another row or on the batch.
+Two launches. The first, over (rows, chunks of the vocabulary), leaves each chunk's partial
+results: of a greedy row that nothing adjusts they are those of its logits. The second, over rows,
+combines them in order, and where a row truncates cuts its scaled logits (`kernels.truncation`)
+and draws from what is kept. Untruncated rows are read once from memory; nothing a row computes
+depends on another row or on the batch.
 """
 
 import torch
@@ -18,10 +19,9 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.log_normalizer import finite_or_zero, log_normalizer_torch
-from kernels.logit_adjustment import adjust_logits, adjust_logits_torch
+from kernels.log_normalizer import finite_or_zero, log_normalizer_torch, sum_exp
+from kernels.logit_adjustment import adjust_logits_torch
 from kernels.op import define_op
-from kernels.random import gumbel_block
 from kernels.sampling_tables import (
     COUNT_UNIT,
     FLAGS,
@@ -29,7 +29,6 @@ from kernels.sampling_tables import (
     K_FLAGS,
     K_LEAST_TEMPERATURE,
     K_NUM_COLUMNS,
-    K_SAMPLE_INDEX,
     K_TEMPERATURE,
     K_USES_TOKEN_STATE,
     LEAST_TEMPERATURE,
@@ -41,19 +40,23 @@ from kernels.sampling_tables import (
     TOP_P,
     USES_TOKEN_STATE,
 )
-from kernels.token_draw import draw_token_torch, draw_truncated, truncates
+from kernels.token_draw import (
+    LARGEST_SCORE,
+    best_of_chunk,
+    draw_token_torch,
+    draw_truncated,
+    truncates,
+)
 from kernels.truncation import CANDIDATES
 
-# Elements of the vocabulary per program of the first launch, and per iteration of the second.
-# 1024 spreads one row of 128256 over 126 of an H200's 132 multiprocessors.
-CHUNK = 1024
+# Elements of the vocabulary per program of the first launch, and per iteration of the second. A
+# chunk is held in registers, sixteen elements a lane: fewer would not pay for its reductions.
+CHUNK = 2048
 BLOCK = 8192
-# Up to FEW_ROWS rows a program of the first launch takes one chunk, above it MANY in turn: then
-# programs are plenty, and starting one costs more than its chunk.
-FEW_ROWS, MANY = 32, 4
-
-_LARGEST_FLOAT = torch.finfo(torch.float32).max  # scaled logits are clamped to it
-_LARGEST = tl.constexpr(_LARGEST_FLOAT)
+# Elements of a chunk that are adjusted and drawn from at once, which takes more registers. Four a
+# lane are what one draw of the generator gives it, so nothing moves between lanes.
+PART = 512
+_CHUNK_WARPS = 4
 
 # What a chunk leaves behind: the largest raw logit and the sum of exp below it; the largest
 # score and its token; for rows that truncate, the weight and number of their entries.
@@ -86,56 +89,50 @@ def _sample_chunks_kernel(
     dummy_request,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS_EACH: tl.constexpr,
+    PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * logits_stride
+    first_id = chunk * CHUNK
+    ids = first_id + tl.arange(0, CHUNK)
+    # Even of a dummy's row: the load does not wait for another one, which says whose row it is.
+    raw = tl.load(logits + ids, mask=ids < VOCAB, other=-float("inf")).to(tl.float32)
     request = tl.load(row_request + row).to(tl.int64)
     if request == dummy_request:
         return
     floats = sampling_floats + request * K_NUM_COLUMNS
     ints = sampling_ints + request * K_NUM_COLUMNS
-    partials += row * partials_stride
     chunks: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
-    next_position = tl.load(positions + request) + 1
-    temperature = tl.load(floats + K_TEMPERATURE)
-    first_chunk = tl.program_id(1) * CHUNKS_EACH
-    for chunk in range(first_chunk, tl.minimum(first_chunk + CHUNKS_EACH, chunks)):
-        first_id = chunk * CHUNK
-        ids = first_id + tl.arange(0, CHUNK)
-        inside = ids < VOCAB
-        raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=-float("inf"))
-        raw = raw.to(tl.float32)
-        left = partials + chunk
-        raw_max = tl.max(tl.where(raw == raw, raw, -float("inf")))  # a NaN reaches the sum below
-        tl.store(left + _RAW_MAX * chunks, raw_max)
-        tl.store(left + _RAW_SUM * chunks, tl.sum(tl.exp(raw - finite_or_zero(raw_max))))
+    left = partials + row * partials_stride + chunk
+    temperature, flags = tl.load(floats + K_TEMPERATURE), tl.load(ints + K_FLAGS)
 
-        scores = adjust_logits(
-            raw,
-            ids,
-            inside,
+    values = tl.where(raw == raw, raw, -float("inf"))  # a NaN reaches the sum alone
+    raw_max = tl.max(values)
+    tl.store(left + _RAW_MAX * chunks, raw_max)
+    tl.store(left + _RAW_SUM * chunks, sum_exp(raw, raw_max))
+    if (temperature < K_LEAST_TEMPERATURE) & (flags == 0):
+        best, token = raw_max, tl.min(tl.where(values == raw_max, ids, VOCAB))
+    else:
+        best, token, weight, count = best_of_chunk(
+            logits,
+            first_id,
             floats,
             ints,
+            seeds + request,
             token_state + request * VOCAB,
             logit_bias + request * VOCAB,
-            next_position,
+            tl.load(positions + request) + 1,
+            scratch + row * VOCAB,
+            VOCAB,
+            CHUNK,
+            PART,
         )
-        if temperature >= K_LEAST_TEMPERATURE:
-            scores = tl.minimum(tl.div_rn(scores, temperature), _LARGEST)
-            if truncates(floats, ints, VOCAB):
-                tl.store(scratch + row * VOCAB + ids, scores, mask=inside)
-                weights = tl.exp(scores - tl.maximum(tl.max(scores), -_LARGEST))
-                tl.store(left + _WEIGHT * chunks, tl.sum(weights))
-                count = tl.sum((scores > -float("inf")).to(tl.int32))
-                tl.store(left + _COUNT * chunks, count.to(tl.float32))
-            else:
-                seed, sample_index = tl.load(seeds + request), tl.load(ints + K_SAMPLE_INDEX)
-                scores += gumbel_block(seed, first_id, next_position, sample_index, CHUNK)
-        best, lane = tl.max(scores, axis=0, return_indices=True)
-        tl.store(left + _BEST * chunks, best)
-        tl.store(left + _TOKEN * chunks, (first_id + lane).to(tl.float32))
+        tl.store(left + _WEIGHT * chunks, weight)
+        tl.store(left + _COUNT * chunks, count)
+    tl.store(left + _BEST * chunks, best)
+    tl.store(left + _TOKEN * chunks, token.to(tl.float32))
 
 
 @triton.jit
@@ -249,8 +246,9 @@ def sample_triton(
 
     The lowest id wins ties; so a row of NaN or -inf alone gets token 0. In place: last_token =
     token, positions += 1, token's count in token_state += 1 if the request uses it; at most one
-    row per request. Reads B·V logits and the tables in use once; rows that truncate move
-    some five times 4·V bytes more, mostly from L2. Raises AssertionError on other shapes, dtypes
+    row per request. Reads B·V logits and the tables in use once, the logits of rows that are not
+    plainly greedy twice, then from cache; rows that truncate move some five times 4·V bytes more,
+    mostly from L2. Raises AssertionError on other shapes, dtypes
     or strides.
     """
     batch_size, vocab = logits.shape
@@ -276,8 +274,7 @@ def sample_triton(
         assert tensor.dtype == dtype, f"{name} is {dtype}, not {tensor.dtype}"
         assert tensor.shape == shape, f"{name} is {list(shape)}, not {list(tensor.shape)}"
         assert tensor.is_contiguous(), f"{name} is not contiguous"
-    chunks_each = 1 if batch_size <= FEW_ROWS else MANY
-    _sample_chunks_kernel[(batch_size, triton.cdiv(chunks, chunks_each))](
+    _sample_chunks_kernel[(batch_size, chunks)](
         logits,
         logits.stride(0),
         row_request,
@@ -293,8 +290,8 @@ def sample_triton(
         requests - 1,
         VOCAB=vocab,
         CHUNK=CHUNK,
-        CHUNKS_EACH=chunks_each,
-        num_warps=4,
+        PART=min(PART, CHUNK),
+        num_warps=_CHUNK_WARPS,
         **dependent_launch(logits.device),
     )
     _sample_rows_kernel[(batch_size,)](
@@ -352,7 +349,7 @@ def sample_torch(
             token = int(adjusted.argmax())
         else:
             token = draw_token_torch(
-                (adjusted / floats[TEMPERATURE]).clamp_max(_LARGEST_FLOAT),
+                (adjusted / floats[TEMPERATURE]).clamp_max(LARGEST_SCORE),
                 ints[TOP_K],
                 floats[TOP_P],
                 floats[MIN_P],

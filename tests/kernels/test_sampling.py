@@ -238,20 +238,44 @@ def test_row_depends_neither_on_neighbours_nor_on_its_index(kernel_device, monke
 
 
 @pytest.mark.kernel
-def test_chunks_in_turn_are_the_chunks_side_by_side(kernel_device, monkeypatch):
+def test_a_chunk_in_parts_is_the_chunk_at_once(kernel_device, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 128)
     logits = _odd_rows(515).repeat(2, 1)[:9].to(kernel_device)
     requests = torch.arange(9, dtype=torch.int32, device=kernel_device)
     tables, found = Tables.build(REQUESTS, 515), []
-    for few, many in ((9, 4), (0, 4), (0, 3)):  # 5 chunks: the last program may have fewer
-        monkeypatch.setattr(module, "FEW_ROWS", few)
-        monkeypatch.setattr(module, "MANY", many)
+    for part in (128, 32, 4):  # 5 chunks: of the last one all but the first parts are outside
+        monkeypatch.setattr(module, "PART", part)
         mine = tables.copy_to(kernel_device)
         outputs = mine.apply(sample_triton, logits, requests)
         found.append([t.nan_to_num(7) for t in (*outputs, mine.token_state, mine.positions)])
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert torch.equal(one, two)
+
+
+@pytest.mark.kernel
+def test_greedy_rows_take_the_lowest_id_of_their_best(kernel_device, monkeypatch):
+    """Whether the logits are read as they are or adjusted by a table that changes nothing."""
+    monkeypatch.setattr(module, "CHUNK", 128)
+    monkeypatch.setattr(module, "PART", 32)
+    rows = torch.full((5, 515), -math.inf)
+    rows[0, :2] = torch.nan  # as good as -inf, and lower than the others
+    rows[1, 130:] = torch.nan
+    rows[1, 129] = -5.0
+    rows[2, [514, 300, 299, 200]] = 2.5
+    rows[3, [0, 127, 128]] = torch.tensor([-0.0, 0.0, 0.0])
+    rows[4, [50, 400]] = math.inf
+    rows = rows.repeat_interleave(2, dim=0)
+    tables = Tables.build(
+        [({TEMPERATURE: 0.0}, {FLAGS: n % 2 * USES_LOGIT_BIAS}) for n in range(10)], 515
+    )
+    tables.logit_bias.zero_()
+    requests = torch.arange(10, dtype=torch.int32)
+    sampled, _ = tables.copy_to(kernel_device).apply(
+        sample_triton, rows.to(kernel_device), requests.to(kernel_device)
+    )
+    assert sampled.tolist() == [0, 0, 129, 129, 200, 200, 0, 0, 50, 50]
+    _assert_kernel_matches_twin(tables, rows, requests, kernel_device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
