@@ -40,12 +40,12 @@ class GraphTimer:
         self.l2_bytes: int = getattr(properties, "L2_cache_size", 0) or 64 * 2**20
 
     def runs(self, trials: Sequence[Trial]) -> list[bool]:
-        kernels = {_kernel(trial): trial for trial in trials}
+        kernels = {_variant(trial): trial for trial in trials}
         torch.cuda.synchronize(self._device)  # the threads launch on another stream
         with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
             runs = dict(zip(kernels, pool.map(self._compiles, kernels.values()), strict=True))
         torch.cuda.synchronize(self._device)
-        return [runs[_kernel(trial)] for trial in trials]
+        return [runs[_variant(trial)] for trial in trials]
 
     def seconds(self, trials: Sequence[Trial]) -> float:
         """The least of a few replays of a graph of all of them."""
@@ -79,7 +79,7 @@ class GraphTimer:
         return True
 
 
-def _kernel(trial: Trial) -> tuple[object, ...]:
+def _variant(trial: Trial) -> tuple[object, ...]:
     """Trials of which this is equal launch the same compiled kernel: it is compiled once."""
     has_bias = trial.bias is not None
     return trial.config, trial.weight.shape, trial.weight.stride(), has_bias, trial.x.dtype

@@ -181,7 +181,7 @@ def _early_reads(name: str, functions: dict[str, ast.FunctionDef]) -> set[str]:
     left out by their names."""
     reads = {read.removesuffix("_ptr") for read in _Reads(functions[name], functions).found}
     reads = {{"tables": "block_tables"}.get(read, read) for read in reads}
-    numbers = ("stride", "num_tokens", "max_segments", "max_position", "window")
+    numbers = ("stride", "num_tokens", "max_segments", "max_position", "window", "min_tiles")
     return {read for read in reads if not read.endswith(numbers)}
 
 
