@@ -9,8 +9,10 @@ that this card was just measured to have. Activations come out of the cache, so 
 is possible; a share far below one in a kernel of many megabytes is time to win.
 
 The critical path is what the step's end waited for; "gap" is the time between a kernel on it and
-the one before, in which the step stood still. Kernels beside the path cost nothing. The profiler
-itself makes gaps wider: the step's time without it is printed with the sums.
+the one before, in which the step stood still. Where it is negative the kernel had been launched
+ahead and stood waiting for so long; "own us" is without that, and sums and shares go by it.
+Kernels beside the path cost nothing. The profiler itself makes gaps wider: the step's time without
+it is printed with the sums.
 
 `--picture` needs matplotlib; `--from FILE.json` draws a result that was written elsewhere. `--keep`
 leaves the trace files, which Perfetto and chrome://tracing show.
@@ -34,7 +36,7 @@ from profiles.result_file import RESULTS, provenance, write_result
 from profiles.running_batch import PROMPT_TOKENS, RunningBatch
 from profiles.shape_engine import DISTINCT, adapter_names, random_adapters, shape_engine
 from profiles.shapes import ORIGINS, SHAPES, open_shape
-from profiles.timeline import Timeline
+from profiles.timeline import Timeline, own_us
 
 TOKENS = 288  # of a request; the measurement takes about a hundred
 REPLAYS = 11
@@ -203,14 +205,18 @@ def print_tables(result: dict[str, Any]) -> None:
 
 
 def _print_kernels(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}\n{'start':>8} {'us':>8} {'gap':>7} {'MB':>9} {'share':>6}  {'op':<32} kernel")
+    print(
+        f"\n{title}\n{'start':>8} {'us':>8} {'gap':>7} {'own us':>7} {'MB':>9} {'share':>6}  "
+        f"{'op':<32} kernel"
+    )
     for row in rows:
         gap = f"{row['gap_us']:.2f}" if "gap_us" in row else "beside"
         megabytes = f"{row['megabytes']:.3f}" if "megabytes" in row else "-"
         share = f"{row['share']:.2f}" if row.get("share") is not None else "-"
         op = ("  | " if row["lane"] else "") + row["op"]
         print(
-            f"{row['start_us']:>8.2f} {row['us']:>8.2f} {gap:>7} {megabytes:>9} {share:>6}  "
+            f"{row['start_us']:>8.2f} {row['us']:>8.2f} {gap:>7} {own_us(row):>7.2f} "
+            f"{megabytes:>9} {share:>6}  "
             f"{op:<32} {row['kernel']}"
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.op_table import ATTENTION, BASE, KINDS, LORA, OTHER, POINTWISE, SAMPLING
+from profiles.timeline import own_us
 
 COLOURS = {
     BASE: "#4c78a8",
@@ -24,7 +25,7 @@ MEANINGS = {
     SAMPLING: "sampling: the next token and its logprob",
     OTHER: "other",
 }
-BAR_HEIGHT = 0.62
+BAR_HEIGHT, WAIT_HEIGHT = 0.62, 0.1
 LETTER = 0.0068  # of the width of a lane: a letter of a box's label
 COLUMNS = 4
 LINE = 0.021  # of the height of the picture: a line of the list
@@ -79,9 +80,10 @@ def draw_step(result: dict[str, Any], path: Path) -> None:
     )
     figure.text(
         0.02,
-        0.925,
-        "Each box is one GPU kernel, as long as it ran, numbered as in the list below it; white "
-        "between boxes: the stream waits. TB/s is what a kernel of 1 MB or more moves, and "
+        0.915,
+        "Each box is one GPU kernel, as long as it worked, numbered as in the list below it. A "
+        "thin bar before a box: the kernel was\nthere already and waited for the one before. White "
+        "between boxes: the stream stands still. TB/s is what a kernel of 1 MB or more moves, and "
         f"{result['read_bandwidth_tb_per_s']:.1f} is what the card reads at most.",
         fontsize=9.5,
     )
@@ -118,14 +120,19 @@ def _draw(figure: Any, top: float, part: dict[str, Any], title: str) -> None:
 
 def _draw_box(axes: Any, number: int, row: dict[str, Any], length_us: float) -> None:
     """A kernel's box, with its number and, where there is room, its name."""
-    low, width = -row["lane"] - BAR_HEIGHT / 2, row["us"] / length_us
-    axes.add_patch(_box(row, low))
+    low, width = -row["lane"] - BAR_HEIGHT / 2, own_us(row) / length_us
+    starts = row["start_us"] + row["us"] - own_us(row)
+    axes.add_patch(_box(row, low, starts, own_us(row), BAR_HEIGHT))
+    if starts > row["start_us"]:
+        axes.add_patch(
+            _box(row, low - WAIT_HEIGHT, row["start_us"], row["us"] - own_us(row), WAIT_HEIGHT)
+        )
     text = f"{number}  {row['op']}"
     if len(text) * LETTER > width:
         text = str(number)
     inside = len(text) * LETTER <= width
     axes.text(
-        row["start_us"] + row["us"] / 2,
+        starts + own_us(row) / 2,
         -row["lane"] if inside else low + BAR_HEIGHT + 0.02,
         text,
         ha="center",
@@ -136,13 +143,13 @@ def _draw_box(axes: Any, number: int, row: dict[str, Any], length_us: float) -> 
     )
 
 
-def _box(row: dict[str, Any], low: float) -> Any:
+def _box(row: dict[str, Any], low: float, start_us: float, us: float, height: float) -> Any:
     from matplotlib.patches import Rectangle
 
     return Rectangle(
-        (row["start_us"], low),
-        row["us"],
-        BAR_HEIGHT,
+        (start_us, low),
+        us,
+        height,
         facecolor=COLOURS[row["kind"]],
         edgecolor="white",
         linewidth=0.5,
@@ -152,10 +159,10 @@ def _box(row: dict[str, Any], low: float) -> Any:
 def label(row: dict[str, Any]) -> str:
     """ "gate, up: product, 57.1 µs, 4.1 TB/s"; the op's further kernels have no bytes."""
     name = row["op"] if row["op"] != "?" else row["kernel"]
-    text = f"{name}, {row['us']:.1f} µs"
-    moved = row.get("megabytes")
-    if moved is not None and moved >= 1 and row["us"]:
-        text += f", {moved / row['us']:.1f} TB/s"
+    us, moved = own_us(row), row.get("megabytes")
+    text = f"{name}, {us:.1f} µs"
+    if moved is not None and moved >= 1 and us > 0:
+        text += f", {moved / us:.1f} TB/s"
     return text
 
 

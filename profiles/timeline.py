@@ -19,6 +19,13 @@ ATTENTION_OP = "paged_attention"
 NORMS = ("rms_norm", "add_rms_norm")
 
 
+def own_us(row: dict[str, Any]) -> float:
+    """Of a kernel's time that after the one it waited for had ended: launched ahead, it starts
+    early and stands there until then."""
+    us: float = row["us"] + min(row.get("gap_us", 0.0), 0.0)
+    return us
+
+
 @dataclass(frozen=True)
 class Timeline:
     """`kernels` in order of start, with the numbers of `ops`. `bandwidth` in bytes per second."""
@@ -109,7 +116,7 @@ class Timeline:
         return [self._row(index, self.kernels[chosen[0]].start_us) for index in chosen]
 
     def by_op(self) -> list[dict[str, Any]]:
-        """Sums over the step by label, the largest first."""
+        """Sums over the step by label, the largest first; of each kernel its own time."""
         return self._sums([self.labels[k.op] if k.op is not None else "?" for k in self.kernels])
 
     def by_kind(self) -> list[dict[str, Any]]:
@@ -183,7 +190,7 @@ class Timeline:
             moved = self.ops[kernel.op].bytes
             if moved is not None:
                 row["megabytes"] = round(moved / 1e6, 4)
-                row["share"] = self.share(moved, kernel.us)
+                row["share"] = self.share(moved, own_us(row))
         return row
 
     def _kind(self, kernel: StepKernel) -> str:
@@ -197,7 +204,7 @@ class Timeline:
                 key, {"name": key, "kernels": 0, "us": 0.0, "beside_us": 0.0, "bytes": 0}
             )
             row["kernels"] += 1
-            row["us"] += kernel.us
+            row["us"] += kernel.us + min(self.path.get(index, 0.0), 0.0)
             row["beside_us"] += kernel.us if index not in self.path else 0.0
             if kernel.op is not None and self.main_kernel[kernel.op] == index:
                 row["bytes"] += self.ops[kernel.op].bytes or 0

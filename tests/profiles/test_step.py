@@ -9,7 +9,7 @@ from profiles import step
 from profiles.device_trace import DeviceTrace, busy_us, replays_of
 from profiles.kernel_match import Launch, launches, match, short_name, unmatched
 from profiles.op_log import LoggedOp, log_ops, mark_ops, missing_counts
-from profiles.timeline import Timeline
+from profiles.timeline import Timeline, own_us
 from tests.profiles.made_up_trace import (
     MAIN,
     SIDE,
@@ -146,6 +146,17 @@ def test_sums_hold_all_time_and_all_bytes(ops):
         assert sum(row["us"] for row in rows) == pytest.approx(sum(k.us for k in timeline.kernels))
         moved = sum(op.bytes for op in ops) / 1e6
         assert sum(row["megabytes"] for row in rows) == pytest.approx(moved, abs=0.01)
+
+
+def test_a_kernel_launched_ahead_has_less_time_of_its_own():
+    """The product starts while the norm runs, which takes until 4: 9 of its 11 us are its own."""
+    times = [("_rms_norm_kernel", 0, 4), ("nvjet_tst_64x8", 2, 11)]
+    timeline = timeline_of(toy("rms_norm", "linear"), [span("kernel", *t) for t in times])
+    assert timeline.path == {0: 0.0, 1: -2.0}
+    assert {row["name"]: row["us"] for row in timeline.by_op()} == {"rms_norm": 4, "linear": 9}
+    norm, product = timeline.rows(range(2))
+    assert [own_us(norm), own_us(product)] == [4, 9]
+    assert product["share"] == timeline.share(10**6, 9)
 
 
 def toy(*names):
