@@ -9,8 +9,9 @@ read bandwidth that this card was just measured to have.
 A request is 128 random tokens of prompt, greedy, end tokens ignored. A step's time is
 (time of 288 tokens - time of 32) / 256, the quickest of three of either, through
 `Engine.generate`, so host work counts; "replay" is the same step's graph replayed alone, back to
-back, at a shorter context. `--adapters` are the cases of `profiles/shape_engine.py`. On a GPU the last columns are what `profiles/peers.py` holds:
-the goal, and what vLLM and two versions of SGLang take on an H200.
+back, at a shorter context. `--adapters` are the cases of `profiles/shape_engine.py`. On a GPU the
+last columns are what `profiles/peers.py` holds: the goal, and what vLLM and two versions of SGLang
+take on an H200.
 """
 
 import argparse
