@@ -109,6 +109,7 @@ class ModelRunner:
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
         values = (*self.memory.adapters.enabled, *slots, *padding)
         if values != self._staged:
+            self._staged = ()  # until the upload is done, nobody knows what lies there
             with self.trace.range("stage"):
                 self.memory.staging.upload(values, buffers.inputs)
             self._staged = values

@@ -1,5 +1,7 @@
 """What breaks one request ends it alone, with its error; the others go on and lose nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -86,6 +88,28 @@ def test_an_interrupt_between_reads_loses_no_token(engine, monkeypatch):
             engine.step()
     outputs = {output.request_id: output for output in run(engine)}
     assert [ids([outputs[name]])[0] for name in names] == expected
+
+
+def test_an_interrupt_of_an_upload_is_no_reason_to_leave_out_the_next(engine, monkeypatch):
+    params = greedy(6)
+    expected = ids(engine.generate(PROMPTS[:2], params))
+    runner = engine.runner
+    buffers, staging = runner.memory.step_buffers(1), runner.memory.staging
+    first, second = (SimpleNamespace(slot=slot) for slot in range(2))
+    upload = staging.upload
+
+    def interrupted(*arguments):
+        upload(*arguments)
+        raise KeyboardInterrupt
+
+    runner._stage(buffers, [first])
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "upload", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner._stage(buffers, [second])
+    runner._stage(buffers, [first])
+    assert buffers.row_request.tolist() == [0]
+    assert ids(engine.generate(PROMPTS[:2], params)) == expected
 
 
 def test_an_end_token_beyond_the_vocabulary_is_never_drawn_and_breaks_nothing(paths):
