@@ -53,7 +53,7 @@ class ModelRunner:
     ) -> None:
         self.memory = memory
         self.trace = trace
-        side = SideBranch(memory.device)
+        self._side = side = SideBranch(memory.device)
         self._step = DecodeStep(decoder, memory, lora_backend, side, trace)
         readback = ReadbackRing(memory.workspace.logits.shape[0], memory.device)
         self._readback = readback
@@ -71,7 +71,17 @@ class ModelRunner:
         return self._admission.copies + self.memory.staging.copies
 
     def launch(self, plan: StepPlan) -> list[InFlight]:
-        """Launch a plan without waiting for it; what it will draw is in the result."""
+        """Launch a plan without waiting for it; what it will draw is in the result.
+
+        Whatever breaks it off, what is launched next comes after all that it launched.
+        """
+        try:
+            return self._launch(plan)
+        except BaseException:
+            self._side.join()  # it may have broken off between a fork and its join
+            raise
+
+    def _launch(self, plan: StepPlan) -> list[InFlight]:
         flights = []
         self._admission.admit(plan.admitted)
         self._admission.write_pages(plan.page_writes)

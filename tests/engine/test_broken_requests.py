@@ -1,5 +1,6 @@
 """What breaks one request ends it alone, with its error; the others go on and lose nothing."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -110,6 +111,38 @@ def test_an_interrupt_of_an_upload_is_no_reason_to_leave_out_the_next(engine, mo
     runner._stage(buffers, [first])
     assert buffers.row_request.tolist() == [0]
     assert ids(engine.generate(PROMPTS[:2], params)) == expected
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel for this"), KeyboardInterrupt()])
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+def test_what_follows_a_launch_that_broke_off_waits_for_its_branch(
+    engine, monkeypatch, part, error
+):
+    params = greedy(6)
+    expected = ids(engine.generate(PROMPTS, params, ["a", None, "b"]))
+    calls, runner = [], engine.runner
+    target, name = (runner.prefill, "run") if part == "prefill" else (runner, "_decode")
+    launch = getattr(target, name)
+
+    def break_off(*arguments):
+        calls.append("launch")
+        if calls.count("launch") == 1:
+            raise error
+        return launch(*arguments)
+
+    monkeypatch.setattr(target, name, break_off)
+    monkeypatch.setattr(runner._side, "join", lambda: calls.append("join"))
+    names = [
+        engine.add_request(prompt, params, adapter)
+        for prompt, adapter in zip(PROMPTS, ["a", None, "b"], strict=True)
+    ]
+    outputs = []
+    while engine.has_unfinished():
+        with suppress(KeyboardInterrupt):
+            outputs += engine.step()
+    assert calls[:3] == ["launch", "join", "launch"]
+    found = {output.request_id: output for output in outputs}
+    assert [ids([found[name]])[0] for name in names] == expected
 
 
 def test_an_end_token_beyond_the_vocabulary_is_never_drawn_and_breaks_nothing(paths):

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from engine import Engine
+from engine.scheduler import StepPlan
 from engine.side_branch import SideBranch
+from tests.tiny_models import save_model
 
 DELAY = 20_000_000  # clock cycles, some ten milliseconds
 
@@ -55,6 +58,30 @@ def test_a_fork_waits_for_what_was_launched_before_it():
 
     replayed(step)
     assert y.tolist() == [2.0] * 8
+
+
+@pytest.mark.gpu
+def test_a_launch_that_broke_off_beside_the_branch_waits_for_it(tmp_path):
+    path = save_model("llama", tmp_path)
+    keywords = {"max_batch_size": 2, "max_seq_len": 64, "graph_batch_sizes": [1]}
+    with Engine(path, device="cuda", tokenizer=None, **keywords) as engine:
+        runner, x = engine.runner, torch.zeros(8, device="cuda")
+        torch.cuda.synchronize()
+
+        def break_off(_):
+            with runner._side.forked():
+                torch.cuda._sleep(DELAY)
+                x.fill_(1)
+            raise RuntimeError("no kernel for this")
+
+        runner.prefill.run = break_off
+        plan = StepPlan(prefill=[None])
+        with engine._scope.entered():
+            with pytest.raises(RuntimeError, match="no kernel"):
+                runner.launch(plan)
+            y = x.clone()
+        torch.cuda.synchronize()
+        assert y.tolist() == [1.0] * 8
 
 
 def test_on_the_cpu_everything_runs_in_order():
