@@ -107,8 +107,7 @@ class Engine:
             )
         with self._trace.range("measure"):
             if is_measured():
-                batch_sizes, directory = self.config.ladder().sizes, cache_directory()
-                choose_products(decoder.weights, batch_sizes, self.device, directory)
+                choose_products(decoder.weights, self.device, cache_directory())
         self.memory = MemoryManager(
             self.architecture, settings.memory, budget, self.dtype, self.device
         )

@@ -1,7 +1,6 @@
 """Which products of a model are measured before anything is planned for them."""
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from engine.decoder_weights import DecoderWeights, DenseMLP, Projection
 from kernels.choice_file import ChoiceFile
 from kernels.linear_choice import ShapeWeights, settle
-from kernels.linear_config import MIN_CAPABILITY, card
+from kernels.linear_config import MIN_CAPABILITY, ROW_BUCKETS, card
 from kernels.linear_timer import GraphTimer, measuring_stamp
 
 logger = logging.getLogger(__name__)
@@ -19,12 +18,14 @@ Shape = tuple[int, ...]
 
 def choose_products(
     weights: DecoderWeights,
-    batch_sizes: Iterable[int],
     device: torch.device,
     directory: Path | None,
 ) -> None:
-    """Settle how the products of steps of `batch_sizes` rows are computed on `device`: what no
-    file in `directory` says is measured, on the loaded weights and the current stream.
+    """Settle how products are computed on `device`: what no file in `directory` says is measured,
+    on the loaded weights and the current stream.
+
+    For every number of rows, whatever is captured: chunks of a prompt have any, and bits should
+    follow from the file alone.
 
     Before workspaces are planned, which depends on it. Leaves no memory in use; where there is
     too little to measure in, the rule decides.
@@ -33,7 +34,7 @@ def choose_products(
         return
     file = ChoiceFile(directory, card(device).name, measuring_stamp())
     try:
-        settle(weights_by_shape(weights), batch_sizes, card(device), file, GraphTimer(device))
+        settle(weights_by_shape(weights), ROW_BUCKETS, card(device), file, GraphTimer(device))
     except torch.OutOfMemoryError as error:
         logger.warning("%s: products are chosen by rule, not measured: %s", device, error)
     torch.cuda.empty_cache()

@@ -22,6 +22,7 @@ from kernels.linear_choice import ShapeWeights, Trial, settle
 from kernels.linear_config import (
     H200,
     LINEAR_TABLE,
+    ROW_BUCKETS,
     LinearConfig,
     LinearTable,
     card,
@@ -106,9 +107,9 @@ def test_shapes_that_coincide_are_measured_as_the_stricter():
 def test_before_the_memory_is_planned(monkeypatch, tmp_path):
     events = []
 
-    def choose(weights, batch_sizes, device, directory):
+    def choose(weights, device, directory):
         assert not any(weight.isnan().any() for weight in (weights.head, weights.norm))
-        events.append((tuple(batch_sizes), device, directory))
+        events.append((device, directory))
 
     class Manager(engine.engine.MemoryManager):
         def __init__(self, *arguments):
@@ -121,7 +122,7 @@ def test_before_the_memory_is_planned(monkeypatch, tmp_path):
     monkeypatch.setattr(engine.engine, "MemoryManager", Manager)
     with Engine(tiny_checkpoint(DENSE), **SIZES):
         pass
-    assert events == [((2, 20), torch.device("cpu"), tmp_path), "manager"]
+    assert events == [(torch.device("cpu"), tmp_path), "manager"]
     monkeypatch.setenv("ENCORE_MEASURE", "0")
     with Engine(tiny_checkpoint(DENSE), **SIZES):
         pass
@@ -152,12 +153,12 @@ def test_only_cards_that_have_the_kernel_are_measured(monkeypatch, tmp_path, cap
     monkeypatch.setattr(engine.product_choice, "settle", lambda *given: calls.append(given))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     weights = DecoderWeights(Architecture.from_config(DENSE), BF16, torch.device("meta"))
-    choose_products(weights, [1, 8], device, tmp_path)
-    choose_products(weights, [1, 8], torch.device("cpu"), tmp_path)
+    choose_products(weights, device, tmp_path)
+    choose_products(weights, torch.device("cpu"), tmp_path)
     assert len(calls) == asked
-    for shapes, batch_sizes, where, file, timer in calls:
+    for shapes, rows, where, file, timer in calls:
         assert len(shapes) == len(shapes_of(DENSE))
-        assert (batch_sizes, where, timer) == ([1, 8], found, "a timer")
+        assert (rows, where, timer) == (ROW_BUCKETS, found, "a timer")
         assert file.path == tmp_path / "linear-A-card.json"
 
 
@@ -170,7 +171,7 @@ def test_too_little_memory_to_measure_in_is_no_error(monkeypatch, tmp_path, capl
     monkeypatch.setattr(engine.product_choice, "settle", settle)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     weights = DecoderWeights(Architecture.from_config(DENSE), BF16, torch.device("meta"))
-    choose_products(weights, [1], torch.device("cuda", 0), tmp_path)
+    choose_products(weights, torch.device("cuda", 0), tmp_path)
     assert caplog.messages == ["cuda:0: products are chosen by rule, not measured: made up"]
 
 
