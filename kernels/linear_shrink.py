@@ -23,7 +23,7 @@ from kernels.linear import (
 from kernels.linear_config import Card, LinearConfig, card, linear_config
 from kernels.lora_segments import TABLES, check_segments
 from kernels.lora_shrink import (
-    check_arrivals,
+    check_splits,
     shrink_arguments,
     shrink_programs,
     shrink_tile,
@@ -193,7 +193,7 @@ def launch_linear_shrink(
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
     check_segments(x, arena, *tables, max_rank, shrunk)
     stack, max_loras = a_ptrs.shape
-    check_arrivals(arrivals, shrunk, stack, max_loras, max_rank)
+    check_splits(shrunk, arrivals, stack, max_loras, max_rank)
     assert x.shape[0] <= config.block_m, f"{x.shape[0]} rows, but tiles of {config.block_m}"
     shrink = shrink_arguments(x, arena, max_loras, max_rank, shrunk)
     arrangement = arranged(

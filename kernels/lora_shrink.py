@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.arrivals import arrives_last, check_arrivals
 from kernels.lora_segments import as_weights, block_m_for, find_pairs, tile_count
 
 
@@ -82,12 +83,8 @@ def shrink_tile(
             split_stride = shrunk_rows.to(tl.int64) * SHRUNK_STRIDE
             mask = (pairs < end)[:, None] & (ranks < rank)[None, :]
             tl.store(sums + split * split_stride, acc, mask=mask)
-            if splits > 1:
-                tl.debug_barrier()  # every thread's sums lie there before the arrival is counted
-                arrival = arrivals + tile * places + place
-                arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-                if arrived == splits - 1:
-                    tl.store(arrival, 0)
+            if splits > 1:  # noqa: SIM102 - `and` would count the arrival either way
+                if arrives_last(arrivals + tile * places + place, splits):
                     tl.store(sums, _sum_in_order(sums, mask, splits, split_stride), mask=mask)
 
 
@@ -96,20 +93,19 @@ def _sum_in_order(sums, mask, splits, split_stride):
     """Sum of `splits` partials at `sums`, one after the other; four are asked for at a time."""
     total = tl.zeros(sums.shape, tl.float32)
     for first in range(0, splits, 4):
-        source = sums + first * split_stride
-        part0 = tl.load(source, mask=mask, other=0.0, cache_modifier=".cg")
-        part1 = _partial(source, mask, first + 1, splits, split_stride)
-        part2 = _partial(source + split_stride, mask, first + 2, splits, split_stride)
-        part3 = _partial(source + 2 * split_stride, mask, first + 3, splits, split_stride)
+        part0 = _partial(sums, mask, first, splits, split_stride)
+        part1 = _partial(sums, mask, first + 1, splits, split_stride)
+        part2 = _partial(sums, mask, first + 2, splits, split_stride)
+        part3 = _partial(sums, mask, first + 3, splits, split_stride)
         total = total + part0 + part1 + part2 + part3
     return total
 
 
 @triton.jit
-def _partial(source, mask, split, splits, split_stride):
-    """The partial behind `source`, from the cache that all multiprocessors share; 0 if none."""
+def _partial(sums, mask, split, splits, split_stride):
+    """One split's partial; 0 if there is none."""
     there = mask & (tl.zeros(mask.shape, tl.int32) + split < splits)
-    return tl.load(source + split_stride, mask=there, other=0.0, cache_modifier=".cg")
+    return tl.load(sums + split * split_stride, mask=there, other=0.0, cache_modifier=".cg")
 
 
 def rank_block(max_rank: int) -> int:
@@ -130,16 +126,13 @@ def shrink_arrivals(num_tokens: int, stack: int, max_loras: int, max_rank: int) 
     return shrink_programs(num_tokens, stack, max_loras, max_rank, 1)
 
 
-def check_arrivals(
-    arrivals: torch.Tensor, shrunk: torch.Tensor, stack: int, max_loras: int, max_rank: int
+def check_splits(
+    shrunk: torch.Tensor, arrivals: torch.Tensor, stack: int, max_loras: int, max_rank: int
 ) -> None:
     assert shrunk.dim() == 3, f"shrunk has {shrunk.dim()} dims, not 3: splits, rows, ranks"
-    needed = shrink_arrivals(shrunk.shape[1], stack, max_loras, max_rank)
-    assert arrivals.dtype == torch.int32, f"arrivals is {arrivals.dtype}, not int32"
-    assert arrivals.is_contiguous(), "arrivals is not contiguous"
-    assert shrunk.shape[0] == 1 or arrivals.numel() >= needed, (
-        f"{arrivals.numel()} arrivals, {needed} needed"
-    )
+    splits, num_tokens, _ = shrunk.shape
+    needed = shrink_arrivals(num_tokens, stack, max_loras, max_rank) if splits > 1 else 0
+    check_arrivals(arrivals, needed)
 
 
 def shrink_arguments(

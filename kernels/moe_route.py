@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.arrivals import arrives_last
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import weight_view, weights_at
 from kernels.moe_router_logits import add_product, load_weights, multiply_rows, router_delta
@@ -174,10 +175,7 @@ def _moe_route_kernel(
         return
     places = rows[:, None] * NUM_EXPERTS + experts[None, :]
     tl.store(scratch + places, logits, mask=written[:, None] & (experts < NUM_EXPERTS)[None, :])
-    tl.debug_barrier()  # every thread's logits lie there before the arrival is counted
-    arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-    if arrived == TILES_E - 1:
-        tl.store(arrivals + tl.program_id(0), 0)
+    if arrives_last(arrivals + tl.program_id(0), TILES_E):
         _store_top_k_of(
             scratch,
             row_mask,

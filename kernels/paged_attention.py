@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.arrivals import arrives_last, check_arrivals
 from kernels.attention_tiles import attention_tiles, min_split_tokens
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.op import define_op
@@ -50,7 +51,7 @@ def _attend_tile(q, k, v, held, scale_log2, top, total, acc):
 
 @triton.jit
 def _load_part(partial_out_ptr, partial_lse_ptr, slot, dim, split, filled, mask, D: tl.constexpr):
-    """One split's part of each element, and its weight's log2; from the cache that all share."""
+    """One split's part of each element, and its weight's log2."""
     there = mask & (tl.zeros(mask.shape, tl.int32) + split < filled)
     lse = tl.load(partial_lse_ptr + slot + split, there, float("-inf"), cache_modifier=".cg")
     places = (slot + split) * D + dim
@@ -197,11 +198,7 @@ def _paged_attention_kernel(
         lse = tl.expand_dims(top + tl.log2(total), -1)
         tl.store(partial_out_ptr + slots * HEAD_DIM + dims, acc, mask=row_mask)
         tl.store(partial_lse_ptr + slots, lse, mask=head_mask)
-        tl.debug_barrier()  # every thread's part lies there before the arrival is counted
-        arrival_ptr = arrivals_ptr + row * tl.num_programs(0) + tl.program_id(0)
-        arrived = tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
-        if arrived == filled - 1:
-            tl.store(arrival_ptr, 0)
+        if arrives_last(arrivals_ptr + row * tl.num_programs(0) + tl.program_id(0), filled):
             row_slot = row_heads.to(tl.int64) * num_splits
             _combine(
                 partial_out_ptr + row_slot * HEAD_DIM,
@@ -354,10 +351,7 @@ def _check_rows(
         assert partial.shape == shape, f"{name}: {tuple(partial.shape)}, {shape} needed"
         assert partial.dtype == torch.float32, f"{name}: {partial.dtype}, not float32"
         assert partial.is_contiguous(), f"{name}: {partial.stride()}"
-    assert arrivals.dtype == torch.int32, f"arrivals: {arrivals.dtype}, not int32"
-    needed = batch_size * k_cache.shape[2] if num_splits > 1 else 0
-    assert arrivals.numel() >= needed, f"arrivals: {arrivals.numel()}, {needed} needed"
-    assert arrivals.is_contiguous(), f"arrivals: {arrivals.stride()}"
+    check_arrivals(arrivals, batch_size * k_cache.shape[2] if num_splits > 1 else 0)
 
 
 paged_attention = define_op(

@@ -36,7 +36,7 @@ from kernels.lora_segments import (
     walk_segments,
     weight_view,
 )
-from kernels.lora_shrink import check_arrivals, shrink_arguments, shrink_tile
+from kernels.lora_shrink import check_splits, shrink_arguments, shrink_tile
 from kernels.op import define_op
 
 
@@ -226,7 +226,7 @@ def sgemm_a_triton(
         out,
     )
     stack, max_loras = a_ptrs.shape
-    check_arrivals(arrivals, out, stack, max_loras, max_rank)
+    check_splits(out, arrivals, stack, max_loras, max_rank)
     arguments = shrink_arguments(x, arena, max_loras, max_rank, out)
     places = stack * triton.cdiv(max_rank, arguments["BLOCK_R"])
     _sgemm_a_kernel[(places, out.shape[0], tile_count(x.shape[0], max_loras))](

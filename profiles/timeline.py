@@ -204,7 +204,7 @@ class Timeline:
                 key, {"name": key, "kernels": 0, "us": 0.0, "beside_us": 0.0, "bytes": 0}
             )
             row["kernels"] += 1
-            row["us"] += kernel.us + min(self.path.get(index, 0.0), 0.0)
+            row["us"] += own_us({"us": kernel.us, "gap_us": self.path.get(index, 0.0)})
             row["beside_us"] += kernel.us if index not in self.path else 0.0
             if kernel.op is not None and self.main_kernel[kernel.op] == index:
                 row["bytes"] += self.ops[kernel.op].bytes or 0
