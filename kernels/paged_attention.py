@@ -155,13 +155,13 @@ def _paged_attention_kernel(
             return
 
     # Several kv heads are a leading dimension of all that follows; a single one has none.
-    kv_heads = 0
+    group = tl.arange(0, BLOCK_G)[:, None]
+    kv_heads, head_mask = 0, group < GROUP
     if HEADS > 1:
         kv_heads = tl.arange(0, HEADS)[:, None, None]
-    group = tl.arange(0, BLOCK_G)[:, None]
+        head_mask = head_mask & (kv_heads < HEADS)  # [.., G, 1]
     dims = tl.arange(0, BLOCK_D)[None, :]
     dim_mask = dims < HEAD_DIM
-    head_mask = (group < GROUP) & (kv_heads < HEADS)  # [.., G, 1]
     row_mask = head_mask & dim_mask
     heads = (first_kv + kv_heads) * GROUP + group
     columns = heads * HEAD_DIM + dims  # [.., G, D]
