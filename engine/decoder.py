@@ -21,7 +21,7 @@ from kernels.embedding import embed
 from kernels.linear import linear
 from kernels.linear_config import linear_splits
 from kernels.lora_arguments import NO_LORA
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.norm import add_rms_norm, holds_delta, rms_norm
 from kernels.rotary import rotary_kv_write
 from memory.kv_cache import KVCache
 from memory.lora_targets import Target
@@ -76,7 +76,7 @@ class Decoder:
             self._add_and_norm(ws.attended, layer.o, index, Target.O_PROJ, lora, post_norm, ws)
             if isinstance(mlp, SparseMLP):
                 run_mixture(index, mlp, a, tokens.row_mask, lora, ws)
-                add_rms_norm(ws.delta, ws.residual, next_norm, *norm, ws.hidden)
+                add_rms_norm(ws.delta, ws.residual, *NO_LORA, next_norm, *norm, ws.hidden)
                 continue
             delta = project(
                 ws.hidden, mlp.gate_up, index, Target.GATE_PROJ, lora, ws.gate_up, fold=True
@@ -149,8 +149,9 @@ class Decoder:
         if splits > 1:  # the op that adds them up is the next anyway
             out = ws.product[: splits * out.numel()].view(splits, *out.shape)
         delta = project(x, projection, index, target, lora, out, fold=True)
-        if delta is NO_LORA:
-            add_rms_norm(out, ws.residual, *norm, ws.hidden)
+        dtype = x.dtype if lora is None else lora.arena.dtype
+        if delta is NO_LORA or holds_delta(tokens, hidden, delta[-1], dtype):
+            add_rms_norm(out, ws.residual, *delta, *norm, ws.hidden)
         else:
             add_expand(out, ws.residual, *delta)
             rms_norm(ws.residual, *norm, ws.hidden)

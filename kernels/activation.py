@@ -24,6 +24,7 @@ from kernels.lora_expand import (
     find_slice,
     first_ranks,
     row_delta,
+    row_product,
     row_sums,
     tile_delta,
     tile_sums,
@@ -73,6 +74,7 @@ def _gated_activation_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -97,8 +99,7 @@ def _gated_activation_kernel(
     up = tl.load(source + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
     if shrunk is not None:
         gate_delta = row_delta(
-            gate_first,
-            gate_sums,
+            row_product(gate_first, gate_sums),
             gate_b,
             arena,
             gate_rank,
@@ -108,10 +109,10 @@ def _gated_activation_kernel(
             mask,
             VECTOR,
             BLOCK_R,
+            ONE_BLOCK,
         )
         up_delta = row_delta(
-            up_first,
-            up_sums,
+            row_product(up_first, up_sums),
             up_b,
             arena,
             up_rank,
@@ -121,6 +122,7 @@ def _gated_activation_kernel(
             mask,
             VECTOR,
             BLOCK_R,
+            ONE_BLOCK,
         )
         gate = tl.where(gate_rank > 0, gate + gate_delta, gate)
         up = tl.where(up_rank > 0, up + up_delta, up)

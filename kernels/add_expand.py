@@ -22,6 +22,7 @@ from kernels.lora_expand import (
     find_slice,
     first_ranks,
     row_delta,
+    row_product,
     row_sums,
     tile_delta,
     tile_sums,
@@ -50,6 +51,7 @@ def _add_expand_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -68,8 +70,7 @@ def _add_expand_kernel(
     value += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     if shrunk is not None:
         delta = row_delta(
-            first,
-            sums,
+            row_product(first, sums),
             address,
             arena,
             rank,
@@ -79,6 +80,7 @@ def _add_expand_kernel(
             mask,
             VECTOR,
             BLOCK_R,
+            ONE_BLOCK,
         )
         value = tl.where(rank > 0, value + delta, value)
     tl.store(target, value.to(residual.dtype.element_ty), mask=mask)

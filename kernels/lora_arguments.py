@@ -158,13 +158,21 @@ def row_columns(num_tokens: int) -> tuple[int, int]:
     return COLUMNS_PER_WARP * num_warps, num_warps
 
 
+def row_tensors(lora: Expand | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that a kernel reads which goes row by row."""
+    if lora is None:
+        return (None,) * 6
+    return lora.shrunk, lora.arena, lora.b_ptrs, lora.lora_ranks, lora.scalings, lora.row_slot
+
+
 def row_blocks(lora: Expand | None) -> dict[str, int]:
     """Numbers and constexprs of a kernel that goes row by row, or has no delta to add."""
     if lora is None:
-        return dict.fromkeys(("SHRUNK_STRIDE", "MAX_LORAS", "VECTOR", "BLOCK_R"), 0)
+        names = ("SHRUNK_STRIDE", "MAX_LORAS", "VECTOR", "BLOCK_R", "ONE_BLOCK")
+        return dict.fromkeys(names, 0)
     most = 32 // lora.arena.element_size()
     block_r = min(most, max(8, triton.next_power_of_2(lora.max_rank)))
-    return lora.constants() | {"BLOCK_R": block_r}
+    return lora.constants() | {"BLOCK_R": block_r, "ONE_BLOCK": lora.max_rank <= block_r}
 
 
 def tile_blocks(lora: Expand) -> dict[str, int]:

@@ -6,10 +6,10 @@ the tensor cores, and tiles of the rows without adapter come after those of the 
 result depends on its own inputs, its adapter and T, never on its neighbours, its slot or its place.
 
 Of its B a program asks for the first ranks before the base product is complete: `first_ranks`
-comes before `wait_for_inputs`. After it come `row_sums` and `row_delta`, or `tile_sums` and
-`tile_delta`; what else the program reads is best asked for between the two, so that it waits for
-memory once. `lora_arguments` says what the arguments are. Knows columns of one slice, not what is
-made of a delta.
+comes before `wait_for_inputs`. After it come `row_sums`, `row_product` and `row_delta`, or
+`tile_sums` and `tile_delta`; what else the program reads is best asked for between the two, so
+that it waits for memory once. `lora_arguments` says what the arguments are. Knows columns of one
+slice, not what is made of a delta.
 """
 
 import triton
@@ -51,27 +51,42 @@ def _odd_block(address, arena, rank, n, r, inside):
 
 
 @triton.jit
-def first_ranks(address, arena, rank, n, inside, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr):
-    """B[n, :BLOCK_R] in its dtype [N, BLOCK_R], to be read before the inputs are complete.
+def first_ranks(
+    address,
+    arena,
+    rank,
+    n,
+    inside,
+    VECTOR: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SKIP: tl.constexpr = 0,
+):
+    """B[n, SKIP : SKIP + BLOCK_R] in its dtype [N, BLOCK_R], to be read before the inputs are
+    complete.
 
     Zeros where rows of B do not start on 16 bytes: `row_delta` and `tile_delta` read such a B
     from its first rank.
     """
     whole = _whole_ranks(rank, VECTOR)
-    return _whole_block(address, arena, whole, n, tl.arange(0, BLOCK_R), inside)
+    return _whole_block(address, arena, whole, n, SKIP + tl.arange(0, BLOCK_R), inside)
 
 
 @triton.jit
-def row_sums(source, rank, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr):
+def row_sums(source, rank, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr, SKIP: tl.constexpr = 0):
     """The row's x A^T [BLOCK_R] for `first_ranks`; `source` is its and the slice's in `shrunk`."""
-    r = tl.arange(0, BLOCK_R)
+    r = SKIP + tl.arange(0, BLOCK_R)
     return tl.load(source + r, mask=r < _whole_ranks(rank, VECTOR), other=0.0)
 
 
 @triton.jit
+def row_product(block, sums):
+    """[N] float32 from [N, R] of B and [R] of x A^T."""
+    return tl.sum(block.to(tl.float32) * sums[None, :], axis=1)
+
+
+@triton.jit
 def row_delta(
-    first,  # [N, BLOCK_R] from `first_ranks`
-    sums,  # [BLOCK_R] from `row_sums`
+    total,  # [N] float32: `row_product` of the first ranks
     address,
     arena,
     rank,
@@ -80,16 +95,17 @@ def row_delta(
     n,
     inside,
     VECTOR: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # ranks that `total` holds
+    ONE_BLOCK: tl.constexpr,  # no rank is above that
 ):
     """[N] float32: columns `n` of one slice of one row's delta."""
     whole = _whole_ranks(rank, VECTOR)
-    total = tl.sum(first.to(tl.float32) * sums[None, :], axis=1)
-    for first_rank in range(BLOCK_R, whole, BLOCK_R):
-        r = first_rank + tl.arange(0, BLOCK_R)
-        block = _whole_block(address, arena, whole, n, r, inside)
-        s = tl.load(source + r, mask=r < whole, other=0.0)
-        total += tl.sum(block.to(tl.float32) * s[None, :], axis=1)
+    if not ONE_BLOCK:
+        for first_rank in range(BLOCK_R, whole, BLOCK_R):
+            r = first_rank + tl.arange(0, BLOCK_R)
+            block = _whole_block(address, arena, whole, n, r, inside)
+            s = tl.load(source + r, mask=r < whole, other=0.0)
+            total += row_product(block, s)
     for odd_rank in range(tl.where(whole > 0, 0, rank)):  # one by one, from the same lines
         weights = tl.load(as_weights(address, arena) + n * rank + odd_rank, inside, other=0.0)
         total += weights.to(tl.float32) * tl.load(source + odd_rank)

@@ -1,8 +1,9 @@
-"""RMS normalisation of rows, alone or after adding a residual.
+"""RMS normalisation of rows, alone or after adding a product, and its LoRA delta, to a residual.
 
 `y = x / sqrt(mean(x²) + eps) · (weight + weight_offset)`, in float32 throughout and rounded once
 to the output's dtype. (Models whose reference rounds the normalised row before the product with
-`weight` differ from this by that one rounding, in 16-bit dtypes only.)
+`weight` differ from this by that one rounding, in 16-bit dtypes only.) `lora_arguments` says what
+the LoRA arguments are, `lora_expand` how a delta is added.
 """
 
 import torch
@@ -10,17 +11,27 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.lora_arguments import LORA_TABLES, Expand, lora_of, row_blocks, row_tensors
+from kernels.lora_expand import find_slice, first_ranks, row_delta, row_product, row_sums
 from kernels.op import define_op
 from kernels.partials import check_partials, check_rows, sum_partials, sum_partials_torch
 
 _ELEMENTS_PER_THREAD = 8  # one 16-byte load of a 16-bit dtype
 _MAX_WARPS = 16
+_COLUMNS_A_WARP = 256  # 16 ranks of so much of a 16-bit B are 64 registers a thread
+_MAX_DELTA_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
 def _rms_norm_kernel(
     x,  # [T, H], or [S, T, H] to be summed over S
     residual,  # [T, H] in place, or None
+    shrunk,  # this and the next tensors None without LoRA
+    arena,
+    b_ptrs,
+    lora_ranks,
+    scalings,
+    row_slot,
     weight,  # [H]
     out,  # [T, H]
     eps,
@@ -31,18 +42,50 @@ def _rms_norm_kernel(
     out_stride,
     PARTIALS: tl.constexpr,
     HIDDEN: tl.constexpr,
+    SHRUNK_STRIDE: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
+    if shrunk is not None:
+        slot = tl.load(row_slot + row)
+        address, rank, scaling = find_slice(b_ptrs, lora_ranks, scalings, slot, 0, MAX_LORAS)
+        # In halves, one multiplied after the other: all of it in float32 takes too many registers.
+        HALF: tl.constexpr = BLOCK_R // 2
+        left = first_ranks(address, arena, rank, column, mask, VECTOR, HALF)
+        right = first_ranks(address, arena, rank, column, mask, VECTOR, HALF, SKIP=HALF)
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + weight_offset  # [H]
     wait_for_inputs(PDL)
+    if shrunk is not None:
+        s_row = shrunk + row * SHRUNK_STRIDE
+        left_sums = row_sums(s_row, rank, VECTOR, HALF)
+        right_sums = row_sums(s_row, rank, VECTOR, HALF, SKIP=HALF)
     value = sum_partials(x + row * x_stride + column, mask, partial_stride, PARTIALS)  # [H]
     if residual is not None:
         residual_row = residual + row * residual_stride + column
         value += tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
+        if shrunk is not None:
+            delta = row_delta(
+                row_product(left, left_sums),
+                address,
+                arena,
+                rank,
+                scaling,
+                s_row,
+                column,
+                mask,
+                VECTOR,
+                BLOCK_R,
+                ONE_BLOCK,
+            )
+            delta += scaling * row_product(right, right_sums)
+            value = tl.where(rank > 0, value + delta, value)
         rounded = value.to(residual.dtype.element_ty)
         tl.store(residual_row, rounded, mask=mask)
         value = rounded.to(tl.float32)
@@ -54,6 +97,7 @@ def _rms_norm_kernel(
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
+    lora: Expand | None,
     weight: torch.Tensor,
     eps: float,
     weight_offset: float,
@@ -64,6 +108,7 @@ def _launch(
     _rms_norm_kernel[(num_tokens,)](
         x,
         residual,
+        *row_tensors(lora),
         weight,
         out,
         eps,
@@ -75,9 +120,22 @@ def _launch(
         PARTIALS=x.shape[0] if x.dim() == 3 else 1,
         HIDDEN=hidden,
         BLOCK=block,
+        **row_blocks(lora),
         num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
         **dependent_launch(x.device),
     )
+
+
+def holds_delta(num_tokens: int, hidden: int, max_rank: int, dtype: torch.dtype) -> bool:
+    """Whether `add_rms_norm` is the quicker way to add deltas, and not `add_expand` before
+    `rms_norm`, which spreads a row over many programs.
+
+    It is where the registers of the row's one program hold all of its B, of `dtype`, which it then
+    reads while the base product still runs: that is for few rows, which take the own product.
+    """
+    block = triton.next_power_of_2(hidden)
+    fits = block <= _MAX_WARPS * _COLUMNS_A_WARP and max_rank <= 16 and dtype.itemsize == 2
+    return fits and num_tokens <= _MAX_DELTA_ROWS
 
 
 def _check(weight: torch.Tensor, *rows: torch.Tensor) -> None:
@@ -98,7 +156,7 @@ def rms_norm_triton(
     Mean Square Layer Normalization" (2019); `weight_offset` is 1 for Gemma's zero-centred weights.
     """
     _check(weight, x, out)
-    _launch(x, None, weight, eps, weight_offset, out)
+    _launch(x, None, None, weight, eps, weight_offset, out)
 
 
 def rms_norm_torch(
@@ -114,27 +172,53 @@ def rms_norm_torch(
 def add_rms_norm_triton(
     x: torch.Tensor,
     residual: torch.Tensor,
+    shrunk: torch.Tensor | None,
+    arena: torch.Tensor | None,
+    b_ptrs: torch.Tensor | None,
+    lora_ranks: torch.Tensor | None,
+    scalings: torch.Tensor | None,
+    row_slot: torch.Tensor | None,
+    row_order: torch.Tensor | None,
+    seg_indptr: torch.Tensor | None,
+    weight_indices: torch.Tensor | None,
+    num_segments: torch.Tensor | None,
+    max_rank: int,
     weight: torch.Tensor,
     eps: float,
     weight_offset: float,
     out: torch.Tensor,
 ) -> None:
-    """`residual += x`, then `out = rms_norm(residual)` of the sum as rounded to its dtype.
+    """`residual += x + delta`, then `out = rms_norm(residual)` of the sum as rounded to its dtype.
 
     x, residual, out: [T, H] of one dtype, rows contiguous, any row stride; `residual` and `out`
     are written, `out` may be `x`. Or x is partials of such a matrix, float32 [S, T, H]: then
-    `residual` becomes (x[0] + x[1] + ...) + residual, added in float32 in this order. weight: [H]
-    of any float dtype. Moves x, 3·T·H elements and the weight. Raises AssertionError on other
-    shapes, dtypes or strides.
+    `residual` becomes (x[0] + x[1] + ...) + residual, added in float32 in this order. From shrunk
+    to max_rank LoRA of one slice. weight: [H] of any float dtype. Moves x, 3·T·H elements, the
+    weight, and H·rank of B for each row with an adapter, all by the row's one program: see
+    `holds_delta`. Raises AssertionError on other shapes, dtypes or strides.
     """
     _check(weight, residual, out)
     check_partials(x, residual)
-    _launch(x, residual, weight, eps, weight_offset, out)
+    rows = (row_slot, row_order, seg_indptr, weight_indices, num_segments)
+    tokens = residual.shape[0]
+    lora = lora_of(tokens, 1, shrunk, arena, b_ptrs, lora_ranks, scalings, *rows, max_rank)
+    _launch(x, residual, lora, weight, eps, weight_offset, out)
 
 
 def add_rms_norm_torch(
     x: torch.Tensor,
     residual: torch.Tensor,
+    shrunk: torch.Tensor | None,
+    arena: torch.Tensor | None,
+    b_ptrs: torch.Tensor | None,
+    lora_ranks: torch.Tensor | None,
+    scalings: torch.Tensor | None,
+    row_slot: torch.Tensor | None,
+    row_order: torch.Tensor | None,
+    seg_indptr: torch.Tensor | None,
+    weight_indices: torch.Tensor | None,
+    num_segments: torch.Tensor | None,
+    max_rank: int,
     weight: torch.Tensor,
     eps: float,
     weight_offset: float,
@@ -143,7 +227,11 @@ def add_rms_norm_torch(
     """Twin of `add_rms_norm_triton`."""
     _check(weight, residual, out)
     check_partials(x, residual)
-    residual.copy_(sum_partials_torch(x) + residual.float())
+    tokens, hidden = residual.shape
+    rows = (row_slot, row_order, seg_indptr, weight_indices, num_segments)
+    lora = lora_of(tokens, 1, shrunk, arena, b_ptrs, lora_ranks, scalings, *rows, max_rank)
+    value = sum_partials_torch(x) + residual.float()
+    residual.copy_(value if lora is None else value + lora.delta([hidden]))
     rms_norm_torch(residual, weight, eps, weight_offset, out)
 
 

@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.lora_arguments import COLUMNS_PER_WARP, FEW_ROWS, LORA_TABLES, lora_of, row_blocks
-from kernels.lora_expand import find_slice, first_ranks, row_delta, row_sums
+from kernels.lora_arguments import COLUMNS_PER_WARP, LORA_TABLES, lora_of, row_blocks
+from kernels.lora_expand import find_slice, first_ranks, row_delta, row_product, row_sums
 from kernels.op import define_op
 from kernels.rotary_heads import copy_heads, rotate_heads
 
 _HALF_ELEMENTS = 256  # of a program's heads: 32 threads, each a 16-byte load of a 16-bit dtype
 _NUM_WARPS = 1
+_NARROW_ROWS = 32  # with deltas; more rows have programs enough, each of more heads
 
 
 @triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
@@ -51,6 +52,7 @@ def _rotary_kv_write_kernel(
     GROUP: tl.constexpr,  # heads a program
     BLOCK: tl.constexpr,  # columns of half a head, a power of two
     BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     Q_GROUPS: tl.constexpr = (NUM_Q_HEADS + GROUP - 1) // GROUP
@@ -84,8 +86,7 @@ def _rotary_kv_write_kernel(
         source = shrunk + token * SHRUNK_STRIDE + kind * MAX_RANK
         sums = row_sums(source, rank, VECTOR, BLOCK_R)
         left_delta = row_delta(
-            left_first,
-            sums,
+            row_product(left_first, sums),
             address,
             arena,
             rank,
@@ -95,10 +96,10 @@ def _rotary_kv_write_kernel(
             inside,
             VECTOR,
             BLOCK_R,
+            ONE_BLOCK,
         ).reshape(GROUP, BLOCK)
         right_delta = row_delta(
-            right_first,
-            sums,
+            row_product(right_first, sums),
             address,
             arena,
             rank,
@@ -108,6 +109,7 @@ def _rotary_kv_write_kernel(
             inside,
             VECTOR,
             BLOCK_R,
+            ONE_BLOCK,
         ).reshape(GROUP, BLOCK)
     else:
         left_delta, right_delta, rank = None, None, 0
@@ -267,7 +269,7 @@ def rotary_kv_write_triton(
     half_elements, num_warps = _HALF_ELEMENTS, _NUM_WARPS
     # The norm sums up squares in an order that goes by these two, whether or not there is LoRA.
     if lora is not None and q_norm_weight is None and k_norm_weight is None:
-        half_elements = COLUMNS_PER_WARP * (1 if num_tokens <= FEW_ROWS else 4)
+        half_elements = COLUMNS_PER_WARP * (1 if num_tokens <= _NARROW_ROWS else 4)
         num_warps = max(half_elements, block) // COLUMNS_PER_WARP
     group = max(half_elements // block, 1)
     num_groups = triton.cdiv(num_q_heads, group) + 2 * triton.cdiv(num_kv_heads, group)

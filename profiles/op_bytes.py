@@ -29,8 +29,8 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, **_: Any) -> int:
     return size(x, weight, out)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, **_: Any) -> int:
-    return size(x, weight, out) + 2 * size(residual)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, **lora: Any) -> int:
+    return size(weight, out) + add_expand(x, residual, **lora)
 
 
 def add_expand(x: Tensor, residual: Tensor, **lora: Any) -> int:

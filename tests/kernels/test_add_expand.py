@@ -75,7 +75,13 @@ def test_kernel_matches_twin(kernel_device, name):
     for update in (
         lambda base: add_expand_triton(x, base, *NO_LORA),
         lambda base: add_rms_norm_triton(
-            x, base, torch.ones(x.shape[-1], device=x.device), 1e-5, 0.0, torch.empty_like(base)
+            x,
+            base,
+            *NO_LORA,
+            torch.ones(x.shape[-1], device=x.device),
+            1e-5,
+            0.0,
+            torch.empty_like(base),
         ),
     ):
         base = before.clone()

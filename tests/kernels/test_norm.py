@@ -6,6 +6,7 @@ from torch.testing import assert_close
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from kernels.lora_arguments import NO_LORA
 from kernels.norm import (
     add_rms_norm,
     add_rms_norm_torch,
@@ -81,9 +82,9 @@ def test_add_rms_norm_matches_twin(kernel_device, tokens, hidden, dtype, offset)
     updated = _on(kernel_device, residual)
     out = _on(kernel_device, torch.full_like(x, torch.nan))
     given = _on(kernel_device, x)
-    add_rms_norm_triton(given, updated, weight.to(kernel_device), EPS, offset, out)
+    add_rms_norm_triton(given, updated, *NO_LORA, weight.to(kernel_device), EPS, offset, out)
     expected = torch.full_like(x, torch.nan)
-    add_rms_norm_torch(x, residual, weight, EPS, offset, expected)
+    add_rms_norm_torch(x, residual, *NO_LORA, weight, EPS, offset, expected)
     # One rounded addition has one result; but Triton's interpreter truncates to bfloat16.
     truncated = kernel_device.type == "cpu" and dtype == torch.bfloat16
     rtol = torch.finfo(dtype).eps if truncated else 0
@@ -115,9 +116,9 @@ def test_add_rms_norm_of_partials_matches_twin(kernel_device, splits, tokens, hi
     updated = _on(kernel_device, residual)
     out = _on(kernel_device, torch.full_like(residual, torch.nan))
     given = torch.empty_strided(x.shape, x.stride(), device=kernel_device).copy_(x)
-    add_rms_norm_triton(given, updated, weight.to(kernel_device), EPS, 0.0, out)
+    add_rms_norm_triton(given, updated, *NO_LORA, weight.to(kernel_device), EPS, 0.0, out)
     expected = torch.full_like(residual, torch.nan)
-    add_rms_norm_torch(x, residual, weight, EPS, 0.0, expected)
+    add_rms_norm_torch(x, residual, *NO_LORA, weight, EPS, 0.0, expected)
     # The order of additions is part of the contract; Triton's interpreter truncates to bfloat16.
     truncated = kernel_device.type == "cpu" and dtype == torch.bfloat16
     assert_close(updated.cpu(), residual, rtol=torch.finfo(dtype).eps if truncated else 0, atol=0)
@@ -131,14 +132,14 @@ def test_add_rms_norm_of_partials_matches_twin(kernel_device, splits, tokens, hi
 def test_partials_are_added_in_their_order_and_rounded_once():
     x = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1).repeat(1, 1, 8)
     residual, out = torch.full((1, 8), 3.0), torch.empty(1, 8)
-    add_rms_norm(x, residual, torch.ones(8), EPS, 0.0, out)
+    add_rms_norm(x, residual, *NO_LORA, torch.ones(8), EPS, 0.0, out)
     assert torch.equal(residual, torch.full((1, 8), 3.0)), "2 ** 24 + 1 is 2 ** 24"
     x = torch.full((2, 1, 8), 2.0**-9)
     residual, out = torch.ones(1, 8).bfloat16(), torch.empty(1, 8).bfloat16()
-    add_rms_norm(x, residual, torch.ones(8), EPS, 0.0, out)
+    add_rms_norm(x, residual, *NO_LORA, torch.ones(8), EPS, 0.0, out)
     assert torch.equal(residual, torch.ones(1, 8).bfloat16())
     x[1] = 2.0**-8
-    add_rms_norm(x, residual, torch.ones(8), EPS, 0.0, out)
+    add_rms_norm(x, residual, *NO_LORA, torch.ones(8), EPS, 0.0, out)
     assert torch.equal(residual, torch.full((1, 8), 1 + 2.0**-7).bfloat16())
 
 
@@ -164,7 +165,7 @@ def test_op_matches_hugging_face(module, offset):
     rms_norm(x, reference.weight, EPS, offset, out)
     assert_close(out, reference(x), rtol=2e-6, atol=1e-6)
     total = x + residual
-    add_rms_norm(x, residual, reference.weight, EPS, offset, out)
+    add_rms_norm(x, residual, *NO_LORA, reference.weight, EPS, offset, out)
     assert torch.equal(residual, total)
     assert_close(out, reference(total), rtol=2e-6, atol=1e-6)
 
@@ -180,7 +181,7 @@ def test_the_norm_sees_the_residual_as_rounded():
     x, residual = x.bfloat16(), residual.bfloat16()
     residual[0, 0] = 3.0
     out = torch.empty_like(x)
-    add_rms_norm(x, residual, torch.ones(8), EPS, 0.0, out)
+    add_rms_norm(x, residual, *NO_LORA, torch.ones(8), EPS, 0.0, out)
     assert torch.equal(residual[0], torch.tensor([3.0] + [1.0] * 7).bfloat16())
     expected = residual.float() / (2.0 + EPS) ** 0.5  # mean(x²) = (9 + 7) / 8
     assert torch.equal(out, expected.bfloat16())
@@ -193,11 +194,11 @@ def test_launchers_refuse_what_the_kernel_does_not_read():
     with pytest.raises(AssertionError, match="rows are contiguous"):
         rms_norm_triton(torch.ones(8, 2).t(), weight, EPS, 0.0, out)
     with pytest.raises(AssertionError, match="rows of"):
-        add_rms_norm_triton(x, x.half(), weight, EPS, 0.0, out)
+        add_rms_norm_triton(x, x.half(), *NO_LORA, weight, EPS, 0.0, out)
     with pytest.raises(AssertionError, match="partials are float32"):
-        add_rms_norm_triton(x.half()[None], x, weight, EPS, 0.0, out)
+        add_rms_norm_triton(x.half()[None], x, *NO_LORA, weight, EPS, 0.0, out)
     with pytest.raises(AssertionError, match="partials are \\[S, 2, 8\\]"):
-        add_rms_norm_triton(x[None, :, :4], x, weight, EPS, 0.0, out)
+        add_rms_norm_triton(x[None, :, :4], x, *NO_LORA, weight, EPS, 0.0, out)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,9 @@ def test_compiles(hidden, dtype):
     weight = torch.zeros(hidden, dtype=dtype)
     if hidden != 344:
         assert compile_launches(rms_norm_triton, x, weight, EPS, 0.0, out) == 1
-    assert compile_launches(add_rms_norm_triton, x, residual, weight, EPS, 0.0, out) == 1
+    assert compile_launches(add_rms_norm_triton, x, residual, *NO_LORA, weight, EPS, 0.0, out) == 1
     if hidden == 4096:
         x = torch.zeros(2, 2, hidden)
-        assert compile_launches(add_rms_norm_triton, x, residual, weight, EPS, 0.0, out) == 1
+        assert (
+            compile_launches(add_rms_norm_triton, x, residual, *NO_LORA, weight, EPS, 0.0, out) == 1
+        )

@@ -34,7 +34,7 @@ def test_products_and_pointwise_ops():
     assert op_bytes.linear(x, bf16(24, 8), None, wide) == 2 * (4 * 8 + 24 * 8 + 4 * 24)
     assert op_bytes.linear(x, bf16(24, 8), bf16(24), wide) == 2 * (4 * 8 + 24 * 8 + 4 * 24 + 24)
     assert op_bytes.rms_norm(x, bf16(8), bf16(4, 8)) == 2 * (2 * 32 + 8)
-    assert op_bytes.add_rms_norm(x, bf16(4, 8), bf16(8), bf16(4, 8)) == 2 * (4 * 32 + 8)
+    assert op_bytes.add_rms_norm(x, bf16(4, 8), bf16(8), bf16(4, 8), arena=None) == 2 * (4 * 32 + 8)
     assert op_bytes.gated_activation(bf16(4, 32), bf16(4, 16)) == 2 * (4 * 32 + 4 * 16)
     assert op_bytes.embed(ints(1, 2, 3, 4), x) == 4 * 4 + 2 * 2 * 32
 
