@@ -23,6 +23,27 @@ def arrives_last(arrival, expected):
     return is_last
 
 
+@triton.jit
+def sum_in_order(places, mask, parts, stride):
+    """float32 sum of `parts` that lie `stride` apart from the tile `places` on, one after the
+    other; four are asked for at a time."""
+    total = tl.zeros(places.shape, tl.float32)
+    for first in range(0, parts, 4):
+        part0 = _part(places, mask, first, parts, stride)
+        part1 = _part(places, mask, first + 1, parts, stride)
+        part2 = _part(places, mask, first + 2, parts, stride)
+        part3 = _part(places, mask, first + 3, parts, stride)
+        total = total + part0 + part1 + part2 + part3
+    return total
+
+
+@triton.jit
+def _part(places, mask, part, parts, stride):
+    """One of the parts; 0 if there is none."""
+    there = mask & (tl.zeros(mask.shape, tl.int32) + part < parts)
+    return tl.load(places + part * stride, mask=there, other=0.0, cache_modifier=".cg")
+
+
 def check_arrivals(arrivals: torch.Tensor, needed: int) -> None:
     """At least `needed` counters."""
     assert arrivals.dtype == torch.int32, f"arrivals is {arrivals.dtype}, not int32"

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.arrivals import arrives_last, check_arrivals
+from kernels.arrivals import arrives_last, check_arrivals, sum_in_order
 from kernels.lora_segments import as_weights, block_m_for, find_pairs, tile_count
 
 
@@ -85,27 +85,7 @@ def shrink_tile(
             tl.store(sums + split * split_stride, acc, mask=mask)
             if splits > 1:  # noqa: SIM102 - `and` would count the arrival either way
                 if arrives_last(arrivals + tile * places + place, splits):
-                    tl.store(sums, _sum_in_order(sums, mask, splits, split_stride), mask=mask)
-
-
-@triton.jit
-def _sum_in_order(sums, mask, splits, split_stride):
-    """Sum of `splits` partials at `sums`, one after the other; four are asked for at a time."""
-    total = tl.zeros(sums.shape, tl.float32)
-    for first in range(0, splits, 4):
-        part0 = _partial(sums, mask, first, splits, split_stride)
-        part1 = _partial(sums, mask, first + 1, splits, split_stride)
-        part2 = _partial(sums, mask, first + 2, splits, split_stride)
-        part3 = _partial(sums, mask, first + 3, splits, split_stride)
-        total = total + part0 + part1 + part2 + part3
-    return total
-
-
-@triton.jit
-def _partial(sums, mask, split, splits, split_stride):
-    """One split's partial; 0 if there is none."""
-    there = mask & (tl.zeros(mask.shape, tl.int32) + split < splits)
-    return tl.load(sums + split * split_stride, mask=there, other=0.0, cache_modifier=".cg")
+                    tl.store(sums, sum_in_order(sums, mask, splits, split_stride), mask=mask)
 
 
 def rank_block(max_rank: int) -> int:
