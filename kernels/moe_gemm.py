@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.moe_gemm_config import (
-    BLOCK_SIZES_M,
-    MoeGemmConfig,
-    fitted,
-    moe_block_size_m,
-    moe_gemm_config,
+from kernels.moe_gemm_config import BLOCK_SIZES_M, MoeGemmConfig, config_of, moe_block_size_m
+from kernels.moe_gemm_tile import (
+    sorted_arguments,
+    sorted_tile,
+    unsorted_arguments,
+    unsorted_tile,
 )
 from kernels.op import FLOATS, define_op
 
@@ -32,12 +32,12 @@ __all__ = ["launch_moe_gemm", "moe_block_size_m", "moe_gemm", "moe_gemm_torch", 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _moe_gemm_sorted_kernel(
-    x,  # [Tx, K]
-    weight,  # [E, N, K]
+    x,
+    weight,
     sorted_token_ids,
     expert_ids,
     num_tokens_post_padded,
-    out,  # [P, N]
+    out,
     num_pairs,
     num_blocks,
     N: tl.constexpr,
@@ -55,64 +55,37 @@ def _moe_gemm_sorted_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if GROUP_BLOCKS == 1:  # blocks without pairs come last and return at once
-        block, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
-    else:
-        first_block = tl.program_id(0) // (GROUP_BLOCKS * tiles_n) * GROUP_BLOCKS
-        group = tl.minimum(num_blocks - first_block, GROUP_BLOCKS)
-        place = tl.program_id(0) % (GROUP_BLOCKS * tiles_n)
-        block, tile_n = first_block + place % group, place // group
-    if block * BLOCK_M >= tl.load(num_tokens_post_padded):
-        return
-    expert = tl.load(expert_ids + block)
-    pairs = tl.load(sorted_token_ids + block * BLOCK_M + tl.arange(0, BLOCK_M))
-    live = pairs < num_pairs
-    rows = tl.where(live, pairs // PAIRS_PER_ROW, 0).to(tl.int64)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offsets = tl.arange(0, BLOCK_K)
-    x_places = x + rows[:, None] * X_STRIDE + offsets[None, :]
-    matrix = weight + expert.to(tl.int64) * EXPERT_STRIDE
-    w_places = matrix + n[:, None] * WEIGHT_STRIDE + offsets[None, :]
-    if SWAPPED:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        # Rows of padding are not read: at decode most of a block is padding.
-        x_mask = tl.broadcast_to(live[:, None], [BLOCK_M, BLOCK_K])
-        w_mask = tl.full([BLOCK_N, BLOCK_K], True, tl.int1)
-        if N % BLOCK_N != 0:
-            w_mask = w_mask & (n < N)[:, None]
-        if K % BLOCK_K != 0:
-            inside = (start + offsets < K)[None, :]
-            x_mask, w_mask = x_mask & inside, w_mask & inside
-        if N % BLOCK_N != 0 or K % BLOCK_K != 0:
-            w_block = tl.load(
-                w_places + start, mask=w_mask, other=0.0, eviction_policy="evict_first"
-            )  # [BLOCK_N, BLOCK_K]
-        else:
-            w_block = tl.load(w_places + start, eviction_policy="evict_first")
-        x_block = tl.load(
-            x_places + start, mask=x_mask, other=0.0, eviction_policy="evict_last"
-        )  # [BLOCK_M, BLOCK_K]
-        if SWAPPED:
-            acc = tl.dot(w_block, tl.trans(x_block), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x_block, tl.trans(w_block), acc, input_precision="ieee")
-    result = acc.to(out.dtype.element_ty)
-    if SWAPPED:
-        result = tl.trans(result)
-    places = out + pairs.to(tl.int64)[:, None] * OUT_STRIDE + n[None, :]
-    tl.store(places, result, mask=live[:, None] & (n < N)[None, :])
+    sorted_tile(
+        x,
+        weight,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_padded,
+        out,
+        num_pairs,
+        num_blocks,
+        tl.program_id(0),
+        N,
+        K,
+        X_STRIDE,
+        EXPERT_STRIDE,
+        WEIGHT_STRIDE,
+        OUT_STRIDE,
+        PAIRS_PER_ROW,
+        SWAPPED,
+        GROUP_BLOCKS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
 
 
 @triton.jit
 def _moe_gemm_unsorted_kernel(
-    x,  # [Tx, K]
-    weight,  # [E, N, K]
-    topk_ids,  # int32[T, k]
-    out,  # [P, N]
+    x,
+    weight,
+    topk_ids,
+    out,
     N: tl.constexpr,
     K: tl.constexpr,
     X_STRIDE: tl.constexpr,
@@ -126,27 +99,26 @@ def _moe_gemm_unsorted_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    pair = (tl.program_id(0) // tiles_n).to(tl.int64)
-    expert = tl.load(topk_ids + pair).to(tl.int64)
-    if expert < 0:
-        return
-    n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offsets = tl.arange(0, BLOCK_K)
-    x_places = x + pair // PAIRS_PER_ROW * X_STRIDE + offsets
-    w_places = weight + expert * EXPERT_STRIDE + n[:, None] * WEIGHT_STRIDE + offsets[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        inside = offsets < K - start
-        w_mask = (n < N)[:, None] & inside[None, :]
-        w_block = tl.load(w_places + start, mask=w_mask, other=0.0, eviction_policy="evict_first")
-        x_block = tl.load(x_places + start, mask=inside, other=0.0, eviction_policy="evict_last")
-        acc += w_block.to(tl.float32) * x_block.to(tl.float32)[None, :]
-    result = tl.sum(acc, axis=1).to(out.dtype.element_ty)  # [BLOCK_N]
-    tl.store(out + pair * OUT_STRIDE + n, result, mask=n < N)
+    unsorted_tile(
+        x,
+        weight,
+        topk_ids,
+        out,
+        tl.program_id(0),
+        N,
+        K,
+        X_STRIDE,
+        EXPERT_STRIDE,
+        WEIGHT_STRIDE,
+        OUT_STRIDE,
+        PAIRS_PER_ROW,
+        BLOCK_N,
+        BLOCK_K,
+        NUM_STAGES,
+    )
 
 
-def _check(
+def check_moe_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -194,29 +166,15 @@ def launch_moe_gemm(
     out: torch.Tensor,
 ) -> None:
     """`moe_gemm_triton` in a given configuration."""
-    num_pairs, (_, out_features, in_features) = topk_ids.numel(), weight.shape
-    shapes = {
-        "N": out_features,
-        "K": in_features,
-        "X_STRIDE": x.stride(0),
-        "EXPERT_STRIDE": weight.stride(0),
-        "WEIGHT_STRIDE": weight.stride(1),
-        "OUT_STRIDE": out.stride(0),
-        "PAIRS_PER_ROW": pairs_per_row,
-        "BLOCK_N": config.block_n,
-        "num_warps": config.num_warps,
-        **dependent_launch(x.device),
-    }
-    tiles_n = triton.cdiv(out_features, config.block_n)
+    num_pairs, tiles_n = topk_ids.numel(), triton.cdiv(weight.shape[1], config.block_n)
     if sorted_token_ids is None or expert_ids is None:
         _moe_gemm_unsorted_kernel[(num_pairs * tiles_n,)](
             x,
             weight,
             topk_ids,
             out,
-            BLOCK_K=min(config.block_k, triton.next_power_of_2(in_features)),
-            NUM_STAGES=config.num_stages,
-            **shapes,
+            **unsorted_arguments(config, x, weight, pairs_per_row, out),
+            **dependent_launch(x.device),
         )
         return
     num_blocks = expert_ids.numel()
@@ -229,12 +187,8 @@ def launch_moe_gemm(
         out,
         num_pairs,
         num_blocks,
-        SWAPPED=config.swapped,
-        GROUP_BLOCKS=config.group_blocks,
-        BLOCK_M=block_size_m,
-        BLOCK_K=config.block_k,
-        num_stages=config.num_stages,
-        **shapes,
+        **sorted_arguments(config, x, weight, block_size_m, pairs_per_row, out),
+        **dependent_launch(x.device),
     )
 
 
@@ -258,11 +212,8 @@ def moe_gemm_triton(
     float32, rounded once. Raises AssertionError on other shapes, dtypes or strides.
     """
     sort_buffers = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    _check(x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
-    block_m = 0 if sorted_token_ids is None else block_size_m
-    itemsize = weight.element_size()
-    config = moe_gemm_config(block_m, weight.shape[2], weight.shape[1], itemsize)
-    config = fitted(config, block_m, itemsize, x.device)
+    check_moe_gemm(x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
+    config = config_of(weight, 0 if sorted_token_ids is None else block_size_m)
     launch_moe_gemm(config, x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
 
 
@@ -283,7 +234,7 @@ def moe_gemm_torch(
     neighbours share an expert: every product here takes a whole block, or one pair.
     """
     sort_buffers = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    _check(x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
+    check_moe_gemm(x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
     num_pairs = topk_ids.numel()
     if sorted_token_ids is None or expert_ids is None or num_tokens_post_padded is None:
         experts = topk_ids.flatten().tolist()

@@ -27,6 +27,7 @@ class MoeGemmConfig:
         return (self.block_n + block_m) * self.block_k * itemsize * self.num_stages
 
 
+UNSORTED_PAIRS = 16  # up to here an expert seldom has two pairs, and sorting costs a launch
 BLOCK_SIZES_M = (16, 64, 128)
 PAIRS_AN_EXPERT = (16, 128)  # on average, up to which blocks have the first two of those sizes
 
@@ -85,3 +86,11 @@ def fitted(
     a_stage = config.shared_bytes(block_m, itemsize) // config.num_stages
     stages = max(1, min(config.num_stages, _shared_memory(device) // a_stage))
     return replace(config, num_stages=stages)
+
+
+def config_of(weight: torch.Tensor, block_size_m: int) -> MoeGemmConfig:
+    """The configuration of a launch with `weight` [E, N, K], on its card; block_size_m is 0 for
+    unsorted pairs."""
+    (_, out_features, in_features), itemsize = weight.shape, weight.element_size()
+    config = moe_gemm_config(block_size_m, in_features, out_features, itemsize)
+    return fitted(config, block_size_m, itemsize, weight.device)
