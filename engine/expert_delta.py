@@ -9,6 +9,8 @@ from kernels.activation import gated_activation
 from kernels.lora_arguments import NO_LORA
 from kernels.moe_align import moe_lora_align_block_size
 from kernels.moe_combine import moe_combine
+from kernels.moe_gemm import moe_gemm
+from kernels.moe_gemm_shrink import moe_gemm_shrink, shares_launch
 from kernels.moe_lora_down import moe_lora_down
 from kernels.moe_lora_expand_grouped import moe_lora_expand_grouped
 from kernels.moe_lora_gate_up import moe_lora_gate_up
@@ -23,6 +25,8 @@ MAX_PAIRWISE = 1024  # pairs: above, those of one (slot, expert) are taken toget
 _Table = torch.Tensor | None
 RouterTables = tuple[_Table, _Table, _Table, _Table, _Table, _Table, _Table]
 NO_ROUTER_TABLES: RouterTables = (None, None, None, None, None, None, None)
+Sort = tuple[_Table, _Table, _Table]
+"""The pairs sorted by expert, as `moe_gemm` takes them, or nothing."""
 
 GATE_UP, DOWN = slice(0, 2), slice(2, 3)  # of the experts' tables
 
@@ -33,7 +37,8 @@ class ExpertDelta:
 
     With few pairs each reads its own adapter's weights, and the deltas are added inside the
     activation and inside the weighted sum. With many, pairs are sorted by (slot, expert) so that
-    weights are read once, and the deltas are added in place between those two.
+    weights are read once, and the deltas are added in place between those two. x Aᵀ is computed
+    in the launch of the experts' product while pairs are fewest, above that beside it.
     """
 
     lora: LoRADelta
@@ -64,19 +69,22 @@ class ExpertDelta:
             router.scalings,
         )
 
-    def shrink_gate_up(self, hidden: torch.Tensor) -> None:
-        """x Aᵀ of gate and up, for `hidden` [T, H], beside what is launched until they are added.
-        The layer's other adapters must not be at work meanwhile."""
-        outer = (self._experts.outer_ptrs, self._experts.outer_ranks)
-        outer_ptrs, outer_ranks = (table[self.index, GATE_UP] for table in outer)
+    def begin_gate_up(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """What `multiply_gate_up` leaves to do beside it, for `hidden` [T, H] and `weight`
+        [E, 2 I, H]. The layer's other adapters must not be at work between the two."""
+        if self._shares(weight):
+            return
         with self.lora.side.forked():
             if self._is_grouped:
                 self._align()
-            self._shrink(GATE_UP, hidden, outer_ptrs, outer_ranks, self.top_k)
+            self._shrink(GATE_UP, hidden)
+
+    def multiply_gate_up(self, hidden: torch.Tensor, weight: torch.Tensor, sort: Sort) -> None:
+        """`moe.gate_up` [P, 2 I] = x Wᵀ of every pair's expert, and x Aᵀ of gate and up."""
+        self._multiply(GATE_UP, hidden, weight, sort, self.moe.gate_up)
 
     def add_gate_up(self, kind: str) -> None:
         """`moe.activated` [P, I] = f(gate + Δgate) · (up + Δup), from `moe.gate_up`."""
-        self.lora.side.join()
         moe, tables = self.moe, self._tables(GATE_UP)
         shrunk = self._shrunk(GATE_UP, moe.down.shape[1])  # experts read what they write: H wide
         outer_ranks = self._experts.outer_ranks[self.index, GATE_UP]
@@ -86,7 +94,7 @@ class ExpertDelta:
             return
         moe_lora_gate_up(
             moe.gate_up,
-            shrunk,
+            shrunk[0],
             self.lora.arena,
             tables.b_ptrs,
             tables.lora_ranks,
@@ -100,17 +108,18 @@ class ExpertDelta:
             moe.activated,
         )
 
-    def shrink_down(self) -> None:
-        """x Aᵀ of down, for `moe.activated` [P, I], likewise."""
-        with self.lora.side.forked():
-            self._shrink(DOWN, self.moe.activated, None, None, 1)
+    def multiply_down(self, weight: torch.Tensor, sort: Sort) -> None:
+        """`moe.down` [P, H] likewise, for `moe.activated` [P, I] and `weight` [E, H, I]."""
+        if not self._shares(weight):
+            with self.lora.side.forked():
+                self._shrink(DOWN, self.moe.activated)
+        self._multiply(DOWN, self.moe.activated, weight, sort, self.moe.down)
 
     def add_down_and_combine(
         self, shared: torch.Tensor | None, shared_gate: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         """`out` [T, H] = Σ weight · (down + Δdown) over each row's experts, plus the expert that
         every token passes; from `moe.down` [P, H]."""
-        self.lora.side.join()
         moe, experts = self.moe, self._experts
         tables, shrunk = self._tables(DOWN), self._shrunk(DOWN, moe.activated.shape[1])
         if self._is_grouped:
@@ -119,7 +128,7 @@ class ExpertDelta:
             return
         moe_lora_down(
             moe.down,
-            shrunk,
+            shrunk[0],
             self.lora.arena,
             tables.b_ptrs,
             tables.lora_ranks,
@@ -141,7 +150,7 @@ class ExpertDelta:
         return self._experts.linear.at(self.index, stacked)
 
     def _shrunk(self, stacked: slice, in_features: int) -> torch.Tensor:
-        """float32 [splits, P, stack · max_rank] of workspace: the slices' x Aᵀ."""
+        """float32 [splits, P, stack · max_rank] of workspace: the slices' x Aᵀ is the first."""
         moe, pairs, splits = self.moe, self.moe.topk_ids.numel(), 1
         if moe.activated.is_cuda and not self._is_grouped:
             splits = moe_shrink_split_k(pairs, in_features)
@@ -149,14 +158,38 @@ class ExpertDelta:
         shape = (splits, pairs, stack * self.lora.max_rank)
         return self.lora.shrunk[: shape[0] * shape[1] * shape[2]].view(shape)
 
-    def _shrink(
-        self,
-        stacked: slice,
-        x: torch.Tensor,
-        outer_ptrs: torch.Tensor | None,
-        outer_ranks: torch.Tensor | None,
-        pairs_per_row: int,
+    def _shares(self, weight: torch.Tensor) -> bool:
+        """Whether x Aᵀ is computed in the launch of the product with `weight`."""
+        pairs = self.moe.topk_ids.numel()
+        return not self._is_grouped and shares_launch(weight, pairs, self.moe.block_size_m)
+
+    def _multiply(
+        self, stacked: slice, x: torch.Tensor, weight: torch.Tensor, sort: Sort, out: torch.Tensor
     ) -> None:
+        """`out` = x Wᵀ of the pairs, and the slices' x Aᵀ, which is computed with it or joins."""
+        moe, lora, tables = self.moe, self.lora, self._tables(stacked)
+        product = (x, weight, moe.topk_ids, *sort, moe.block_size_m)
+        if not self._shares(weight):
+            moe_gemm(*product, self._pairs_per_row(stacked), out)
+            lora.side.join()
+            return
+        moe_gemm_shrink(
+            *product,
+            self._pairs_per_row(stacked),
+            out,
+            lora.arena,
+            tables.a_ptrs,
+            tables.lora_ranks,
+            *self._outer(stacked),
+            lora.info.row_adapter,
+            lora.adapter_enabled,
+            lora.max_rank,
+            self._shrunk(stacked, x.shape[1]),
+            lora.arrivals,
+        )
+
+    def _shrink(self, stacked: slice, x: torch.Tensor) -> None:
+        """The slices' x Aᵀ in a launch of its own."""
         lora, tables, shrunk = self.lora, self._tables(stacked), self._shrunk(stacked, x.shape[1])
         if self._is_grouped:
             moe_lora_shrink_grouped(
@@ -164,12 +197,11 @@ class ExpertDelta:
                 lora.arena,
                 tables.a_ptrs,
                 tables.lora_ranks,
-                outer_ptrs,
-                outer_ranks,
+                *self._outer(stacked),
                 *self.moe.lora.lists,
                 self.moe.block_size_m,
                 self.top_k,
-                pairs_per_row,
+                self._pairs_per_row(stacked),
                 lora.max_rank,
                 shrunk,
             )
@@ -179,15 +211,25 @@ class ExpertDelta:
                 lora.arena,
                 tables.a_ptrs,
                 tables.lora_ranks,
-                outer_ptrs,
-                outer_ranks,
+                *self._outer(stacked),
                 lora.info.row_adapter,
                 lora.adapter_enabled,
                 self.moe.topk_ids,
-                pairs_per_row,
+                self._pairs_per_row(stacked),
                 lora.max_rank,
                 shrunk,
+                lora.arrivals,
             )
+
+    def _pairs_per_row(self, stacked: slice) -> int:
+        return self.top_k if stacked == GATE_UP else 1
+
+    def _outer(self, stacked: slice) -> tuple[_Table, _Table]:
+        """Addresses and ranks of an A that all experts share, which gate and up may have."""
+        if stacked != GATE_UP:
+            return None, None
+        experts = self._experts
+        return experts.outer_ptrs[self.index, stacked], experts.outer_ranks[self.index, stacked]
 
     def _align(self) -> None:
         """Sort the pairs by (slot, expert), every row being a request of its own."""

@@ -8,21 +8,18 @@ import torch
 
 from engine.architecture import Architecture
 from engine.decoder_weights import DenseMLP, Projection, SparseMLP
-from engine.expert_delta import NO_ROUTER_TABLES, ExpertDelta
+from engine.expert_delta import NO_ROUTER_TABLES, ExpertDelta, Sort
 from engine.lora_delta import LoRADelta, project
 from kernels.activation import gated_activation
 from kernels.lora_arguments import NO_LORA
 from kernels.moe_align import moe_align_block_size
 from kernels.moe_combine import moe_combine
 from kernels.moe_gemm import moe_gemm
+from kernels.moe_gemm_config import UNSORTED_PAIRS
 from kernels.moe_route import moe_route
 from memory.lora_targets import Target
 from memory.moe_workspace import MoEWorkspace, SharedExpertWorkspace
 from memory.workspace import Workspace
-
-Sort = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-UNSORTED_PAIRS = 16  # up to here an expert seldom has two pairs, and sorting costs a launch
 
 
 def run_mixture(
@@ -61,20 +58,19 @@ def run_mixture(
         _run_shared(index, weights.shared, weights.shared_gate, kind, lora, ws.hidden, moe.shared)
         shared = (moe.shared.down, moe.shared.gate)
     if delta:
-        delta.shrink_gate_up(ws.hidden)
+        delta.begin_gate_up(ws.hidden, weights.gate_up)
     sort = _sort_pairs(moe, architecture.moe.num_experts)
+    if delta:
+        delta.multiply_gate_up(ws.hidden, weights.gate_up, sort)
+        delta.add_gate_up(kind)
+        delta.multiply_down(weights.down, sort)
+        delta.add_down_and_combine(*shared, ws.delta)
+        return
     block = moe.block_size_m
     moe_gemm(ws.hidden, weights.gate_up, moe.topk_ids, *sort, block, top_k, moe.gate_up)
-    if delta:
-        delta.add_gate_up(kind)
-        delta.shrink_down()
-    else:
-        gated_activation(moe.gate_up, *NO_LORA, kind, moe.activated)
+    gated_activation(moe.gate_up, *NO_LORA, kind, moe.activated)
     moe_gemm(moe.activated, weights.down, moe.topk_ids, *sort, block, 1, moe.down)
-    if delta:
-        delta.add_down_and_combine(*shared, ws.delta)
-    else:
-        moe_combine(moe.down, moe.topk_ids, moe.topk_weights, *shared, ws.delta)
+    moe_combine(moe.down, moe.topk_ids, moe.topk_weights, *shared, ws.delta)
 
 
 def _sort_pairs(moe: MoEWorkspace, num_experts: int) -> Sort:

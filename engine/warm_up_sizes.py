@@ -15,6 +15,7 @@ from kernels.linear_shrink import arranged, product_programs
 from kernels.lora_segments import ROW_REGIMES, row_regime, shrink_split_k
 from kernels.lora_shrink import shrink_programs
 from kernels.moe_gemm_config import PAIRS_AN_EXPERT
+from kernels.moe_gemm_shrink import MAX_SHARED_PAIRS
 from kernels.moe_lora_shrink import SPLIT_PAIRS
 from memory.model_dims import MoEDims
 
@@ -62,7 +63,8 @@ def product_sizes(
 def _mixture_sizes(moe: MoEDims | None, most: int) -> set[int]:
     if moe is None:
         return set()
-    pairs = {MAX_PAIRWISE, *_octaves(most * moe.top_k)}
+    pairs = {MAX_SHARED_PAIRS, MAX_SHARED_PAIRS + moe.top_k, MAX_PAIRWISE}
+    pairs |= {*_octaves(most * moe.top_k)}
     pairs |= {count * moe.num_experts for count in PAIRS_AN_EXPERT}
     few = range(1, FEW_PAIRS // moe.top_k + 2)
     return {*few, *_octaves(most), *(count // moe.top_k for count in pairs)} - {0}

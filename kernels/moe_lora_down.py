@@ -11,9 +11,15 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.lora_segments import as_weights, weight_view
+from kernels.lora_segments import weight_view
 from kernels.moe_combine import add_pair, add_shared, moe_combine_torch
-from kernels.moe_lora_down_delta import delta_by_pair, delta_of_pairs, delta_of_shared
+from kernels.moe_lora_down_delta import (
+    delta_by_pair,
+    delta_of_pairs,
+    delta_of_shared,
+    first_of_pairs,
+    sums_of_pairs,
+)
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
     check_pairs,
@@ -26,7 +32,7 @@ from kernels.op import define_op
 MANY_ROWS = 64  # above, programs fill each other's waits, and registers are what is short
 
 
-@triton.jit(do_not_specialize=["split_rows"], do_not_specialize_on_alignment=PAIR_TABLES)
+@triton.jit(do_not_specialize_on_alignment=PAIR_TABLES)
 def _moe_lora_down_kernel(
     down,
     shrunk,
@@ -43,13 +49,11 @@ def _moe_lora_down_kernel(
     shared,
     shared_gate,
     out,
-    split_rows,
     shared_stride,
     gate_stride,
     HIDDEN: tl.constexpr,
     DOWN_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
-    SPLITS: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
     MAX_LORAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -61,7 +65,6 @@ def _moe_lora_down_kernel(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < HIDDEN
@@ -69,6 +72,7 @@ def _moe_lora_down_kernel(
     known = (slot >= 0) & (slot < MAX_LORAS)
     j = tl.arange(0, BLOCK_P)
     pairs = row * TOP_K + j
+    # The router's ids and weights are as old as the tables: the products lie between.
     experts = tl.load(topk_ids + pairs, mask=j < TOP_K, other=-1)  # [BLOCK_P]
     enabled = tl.load(adapter_enabled + slot, mask=known, other=0)
     served = tl.where(known, NUM_EXPERTS, 0)  # newer interpreters mask with tiles of bools alone
@@ -79,12 +83,19 @@ def _moe_lora_down_kernel(
     addresses = tl.load(b_ptrs + entries, mask=chosen, other=0)
     factors = tl.load(scalings + entries, mask=chosen, other=0.0)
     factors *= tl.load(topk_weights + pairs, mask=chosen, other=0.0)
+    ranks = tl.where(enabled != 0, ranks, 0)
+    own_ranks = ranks  # of the pairs that have a B of their own
     if outer_ranks is not None:
         outer_rank = tl.load(outer_ranks + slot, mask=known, other=0)
         outer_address = tl.load(outer_ptrs + slot, mask=known, other=0)
+        own_ranks = tl.where(outer_rank > 0, 0, ranks)
     else:
         outer_rank, outer_address = 0, tl.full([], 0, tl.int64)
-    ranks = tl.where(enabled != 0, ranks, 0)
+    if not BY_PAIR:
+        first = first_of_pairs(addresses, arena, own_ranks, n, inside, VECTOR, BLOCK_R)
+    wait_for_inputs(PDL)
+    if not BY_PAIR:
+        sums = sums_of_pairs(shrunk, pairs, own_ranks, factors, SHRUNK_STRIDE, VECTOR, BLOCK_R)
     total = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(TOP_K):
         pair = row * TOP_K + i
@@ -93,21 +104,18 @@ def _moe_lora_down_kernel(
         source = down + pair * DOWN_STRIDE + n
         value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         total = add_pair(total, expert, weight, value)  # skips pairs without an expert
-    widest = tl.max(ranks)
-    if widest > 0:
-        split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
+    if tl.max(ranks) > 0:
         if outer_rank > 0:
             total += delta_of_shared(
                 shrunk,
                 pairs,
                 ranks,
                 factors,
-                split_stride,
-                as_weights(outer_address, arena),
+                outer_address,
+                arena,
                 outer_rank,
                 n,
                 inside,
-                SPLITS,
                 SHRUNK_STRIDE,
                 VECTOR,
                 BLOCK_N,
@@ -121,11 +129,9 @@ def _moe_lora_down_kernel(
                 ranks,
                 factors,
                 addresses,
-                split_stride,
                 arena,
                 n,
                 inside,
-                SPLITS,
                 SHRUNK_STRIDE,
                 TOP_K,
                 VECTOR,
@@ -134,20 +140,18 @@ def _moe_lora_down_kernel(
             )
         else:
             total += delta_of_pairs(
+                first,
+                sums,
                 shrunk,
                 pairs,
-                ranks,
+                own_ranks,
                 factors,
-                split_stride,
-                as_weights(addresses, arena),
-                widest,
+                addresses,
+                arena,
                 n,
                 inside,
-                SPLITS,
                 SHRUNK_STRIDE,
                 VECTOR,
-                BLOCK_P,
-                BLOCK_N,
                 BLOCK_R,
             )
     total = add_shared(total, shared, shared_stride, shared_gate, gate_stride, row, n, inside)
@@ -185,6 +189,7 @@ def _check(
         max_rank,
         shrunk,
     )
+    assert shrunk.dim() == 2, f"shrunk has {shrunk.dim()} dims, not 2: pairs, ranks"
     assert b_ptrs.shape[0] == 1, f"{b_ptrs.shape[0]} slices, not down alone"
     assert (outer_ptrs is None) == (outer_ranks is None), "outer_ptrs and outer_ranks go together"
     assert shared is not None or shared_gate is None, "shared_gate without shared"
@@ -224,8 +229,8 @@ def moe_lora_down_triton(
     """out[t] = sum_j w_j (down[t k + j] + s_j B_j a_j) (+ shared[t] * sigmoid(shared_gate[t])).
 
     down [P, H], topk_weights w float32[T, k], shared [T, H] and shared_gate [T, 1] or None as in
-    `moe_combine`, whose bits rows without a delta get; out [T, H] (written). a_j is the sum over
-    splits of shrunk[:, p]. Pairs of id -1 are skipped and may hold NaN. Summed in float32: the
+    `moe_combine`, whose bits rows without a delta get; out [T, H] (written). a_j is that
+    of shrunk [P, max_rank]. Pairs of id -1 are skipped and may hold NaN. Summed in float32: the
     base's terms in the order of j, then the deltas', then the shared part, rounded once. Where
     outer_ranks is not 0, B is read once a row, for the sum of w_j s_j a_j over the pairs whose
     expert the slot has. Moves (P + T) * H elements, and rank * H of B for every pair with a rank.
@@ -276,14 +281,12 @@ def moe_lora_down_triton(
         shared,
         shared_gate,
         out,
-        shrunk.stride(0) // shrunk.stride(1),
         0 if shared is None else shared.stride(0),
         0 if shared_gate is None else shared_gate.stride(0),
         HIDDEN=hidden,
         DOWN_STRIDE=down.stride(0),
         OUT_STRIDE=out.stride(0),
-        SPLITS=shrunk.shape[0],
-        SHRUNK_STRIDE=shrunk.stride(1),
+        SHRUNK_STRIDE=shrunk.stride(0),
         MAX_LORAS=max_loras,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
@@ -338,7 +341,6 @@ def moe_lora_down_torch(
     top_k, hidden = topk_ids.shape[1], out.shape[1]
     addresses, ranks, factors = b_ptrs[0].tolist(), lora_ranks[0].tolist(), scalings[0].tolist()
     weights = topk_weights.flatten().tolist()
-    sums = shrunk[0] if len(shrunk) == 1 else shrunk.sum(0)  # [P, max_rank]
     total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     moe_combine_torch(down, topk_ids, topk_weights, None, None, total)
     for pair, slot, expert in walk_pairs(row_adapter, adapter_enabled, topk_ids):
@@ -346,7 +348,7 @@ def moe_lora_down_torch(
         if rank:
             b = weight_view(arena, addresses[slot][expert], hidden, rank)  # [H, rank]
             factor = weights[pair] * factors[slot][expert]
-            total[pair // top_k] += factor * (b @ sums[pair, :rank])
+            total[pair // top_k] += factor * (b @ shrunk[pair, :rank])
     if shared is not None:
         part = shared.float()
         total += part if shared_gate is None else part * torch.sigmoid(shared_gate.float())

@@ -14,17 +14,17 @@ lie, not what is computed with them.
     outer_ptrs int64[stack, L], outer_ranks int32[stack, L]
         where the rank is not 0, one factor serves all experts that the slot has in that slice: A
         for gate and up, B for down. Its rank is that of every such expert.
-    shrunk float32[splits, P, stack * max_rank]   partial sums x A^T between the two steps: pair p,
-        slice j, rank index r at [:, p, j * max_rank + r]; with a shared A those of all of row t's
-        pairs lie at pair t * k. What lies beyond a true rank is not written and enters no result.
+    shrunk float32[P, stack * max_rank]   sums x A^T between the two steps: pair p, slice j, rank
+        index r at [p, j * max_rank + r]; with a shared A those of all of row t's pairs lie at
+        pair t * k. What lies beyond a true rank is not written and enters no result. The first
+        step takes [splits, P, stack * max_rank]: of those the sums are the first.
 """
 
 from collections.abc import Iterator
 
 import torch
-import triton
-import triton.language as tl
 
+from kernels.lora_segments import check_shrunk
 from kernels.op import FLOATS
 
 PAIR_TABLES = (
@@ -39,32 +39,6 @@ PAIR_TABLES = (
     "topk_ids",
     "topk_weights",
 )
-
-
-@triton.jit
-def sum_splits(shrunk, places, mask, split_stride, SPLITS: tl.constexpr):
-    """Sum over splits, in their order, of what lies at `places` of each; 0 off the mask."""
-    total = tl.load(shrunk + places, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(shrunk + split_stride * split + places, mask=mask, other=0.0)
-    return total
-
-
-@triton.jit
-def load_b(b, n, r, rank, inside, VECTOR: tl.constexpr):
-    """B[n, r] of a [N, rank] matrix, in its dtype; 0 beyond its rank and off `inside`.
-
-    Rows start on 16 bytes only at ranks that are multiples of VECTOR, which is data: said in a
-    way that the compiler can use where it holds.
-    """
-    if rank % VECTOR == 0:
-        stride = rank // VECTOR * VECTOR
-        mask = inside[:, None] & (r < stride)[None, :]
-        block = tl.load(b + n[:, None] * stride + r[None, :], mask=mask, other=0.0)
-    else:
-        mask = inside[:, None] & (r < rank)[None, :]
-        block = tl.load(b + n[:, None] * rank + r[None, :], mask=mask, other=0.0)
-    return block
 
 
 def check_pairs(
@@ -102,15 +76,7 @@ def check_pairs(
         assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
         assert tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}, not {shape}"
         assert tensor.is_contiguous(), f"{name} is not contiguous"
-    assert shrunk.dtype == torch.float32, f"shrunk is {shrunk.dtype}, not float32"
-    width = (num_tokens * top_k, stack * max_rank)
-    assert shrunk.shape[1:] == width, (
-        f"shrunk has shape {tuple(shrunk.shape)}, not (splits, *{width})"
-    )
-    assert shrunk.stride(2) == 1, f"shrunk's last dim has stride {shrunk.stride(2)}"
-    assert shrunk.stride(0) % shrunk.stride(1) == 0, (
-        f"shrunk has strides {shrunk.stride()}: splits are not a whole number of pairs apart"
-    )
+    check_shrunk(shrunk, num_tokens * top_k, stack * max_rank)
 
 
 def check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:

@@ -2,19 +2,22 @@
 
 A program multiplies one row with a few rows of one A over one part of K. There is no tile of
 rows, since pairs are not sorted: a matrix-vector product on the ordinary cores, whose time is
-that of reading A.
+that of reading A. Parts are partial sums, and the last of a tile to arrive adds them up in their
+order, whichever it is: what reads x A^T next reads one sum.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.arrivals import arrives_last, check_arrivals, sum_in_order
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import as_weights, weight_view
 from kernels.moe_lora_pairs import PAIR_TABLES, check_pairs, check_rows, walk_pairs
 from kernels.op import define_op
 
 SPLIT_PAIRS = (16, 32, 64, 128)  # up to each of these, fewer splits of K
+SHRINK_WARPS = 4  # of a program: bits depend on how many there are
 _LEAST_K = 128  # columns of A that a program reads at least
 
 
@@ -28,12 +31,19 @@ def moe_shrink_split_k(num_pairs: int, in_features: int) -> int:
     return max(1, min(splits, in_features // _LEAST_K))
 
 
-@triton.jit(
-    do_not_specialize=["split_rows", "blocks_per_split"],
-    do_not_specialize_on_alignment=PAIR_TABLES,
-)
-def _moe_lora_shrink_kernel(
-    x,
+def _rank_block(max_rank: int) -> int:
+    """Ranks of a slice in a tile."""
+    return min(16, max(4, triton.next_power_of_2(max_rank)))
+
+
+def moe_shrink_arrivals(num_pairs: int, stack: int, max_rank: int) -> int:
+    """How many counters of arrivals a launch of more than one split needs."""
+    return num_pairs * stack * triton.cdiv(max_rank, _rank_block(max_rank))
+
+
+@triton.jit
+def pair_shrink_tile(
+    x,  # [P / PAIRS_PER_ROW, K]
     arena,
     a_ptrs,
     lora_ranks,
@@ -42,12 +52,18 @@ def _moe_lora_shrink_kernel(
     row_adapter,
     adapter_enabled,
     topk_ids,
-    shrunk,
+    shrunk,  # float32[splits, P, STACK * MAX_RANK]; the sums end in the first
+    arrivals,  # int32, zero before and after: one for each pair, slice and tile of ranks
     split_rows,
     blocks_per_split,
+    splits,
+    pair,
+    place,
+    split,
     K: tl.constexpr,
     X_STRIDE: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
+    STACK: tl.constexpr,
     MAX_RANK: tl.constexpr,
     MAX_LORAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -55,14 +71,13 @@ def _moe_lora_shrink_kernel(
     PAIRS_PER_ROW: tl.constexpr,
     RANK_PROGRAMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_A: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    pair = tl.program_id(0)
-    stacked = tl.program_id(1) // RANK_PROGRAMS
-    first_rank = tl.program_id(1) % RANK_PROGRAMS * BLOCK_R
-    split = tl.program_id(2)
+    """`place` counts the RANK_PROGRAMS programs of each slice of the pair, which take its tiles of
+    BLOCK_R ranks in turn; splits take `blocks_per_split` blocks of BLOCK_A elements of K."""
+    rank_tiles: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
+    stacked = place // RANK_PROGRAMS
+    first_rank = place % RANK_PROGRAMS * BLOCK_R
     slot = tl.load(row_adapter + pair // TOP_K)
     expert = tl.load(topk_ids + pair)
     known = (slot >= 0) & (slot < MAX_LORAS)
@@ -80,27 +95,100 @@ def _moe_lora_shrink_kernel(
         once = tl.where(pair % PAIRS_PER_ROW == 0, outer_rank, 0)
         rank = tl.where(outer_rank > 0, once, rank)
         address = tl.where(outer_rank > 0, outer_address, address)
-    if (enabled == 0) | (first_rank >= rank):
-        return
+    # No early return, for nothing to do: a function that has one is not inlined.
+    rank = tl.where(enabled != 0, rank, 0)
     a = as_weights(address, arena)
     x_row = x + (pair // PAIRS_PER_ROW).to(tl.int64) * X_STRIDE
-    place = (split * split_rows + pair).to(tl.int64) * SHRUNK_STRIDE + stacked * MAX_RANK
-    first_k = split * blocks_per_split * BLOCK_K
-    end_k = tl.minimum(first_k + blocks_per_split * BLOCK_K, K)
+    sums = shrunk + pair.to(tl.int64) * SHRUNK_STRIDE + stacked * MAX_RANK
+    split_stride = split_rows.to(tl.int64) * SHRUNK_STRIDE
+    counters = arrivals + (pair * STACK + stacked) * rank_tiles
+    first_k = split * blocks_per_split * BLOCK_A
+    end_k = tl.minimum(first_k + blocks_per_split * BLOCK_A, K)
     for tile in range(first_rank, rank, RANK_PROGRAMS * BLOCK_R):
         ranks = tile + tl.arange(0, BLOCK_R)
-        sums = tl.zeros([BLOCK_R], tl.float32)
-        for start in range(first_k, end_k, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
+        part = tl.zeros([BLOCK_R], tl.float32)
+        for start in range(first_k, end_k, BLOCK_A):
+            k = start + tl.arange(0, BLOCK_A)
             a_places = a + ranks[:, None] * K + k[None, :]
             a_mask = (ranks < rank)[:, None] & (k < K)[None, :]
-            a_block = tl.load(a_places, mask=a_mask, other=0.0)  # [BLOCK_R, BLOCK_K]
-            x_block = tl.load(x_row + k, mask=k < K, other=0.0)  # [BLOCK_K]
-            sums += tl.sum(a_block.to(tl.float32) * x_block.to(tl.float32)[None, :], axis=1)
-        tl.store(shrunk + place + ranks, sums, mask=ranks < rank)
+            a_block = tl.load(a_places, mask=a_mask, other=0.0)  # [BLOCK_R, BLOCK_A]
+            x_block = tl.load(x_row + k, mask=k < K, other=0.0)  # [BLOCK_A]
+            part += tl.sum(a_block.to(tl.float32) * x_block.to(tl.float32)[None, :], axis=1)
+        places, live = sums + ranks, ranks < rank
+        tl.store(places + split * split_stride, part, mask=live)
+        if splits > 1:  # noqa: SIM102 - `and` would count the arrival either way
+            if arrives_last(counters + tile // BLOCK_R, splits):
+                tl.store(places, sum_in_order(places, live, splits, split_stride), mask=live)
 
 
-def _check(
+@triton.jit(
+    do_not_specialize=["split_rows", "blocks_per_split", "splits"],
+    do_not_specialize_on_alignment=PAIR_TABLES,
+)
+def _moe_lora_shrink_kernel(
+    x,
+    arena,
+    a_ptrs,
+    lora_ranks,
+    outer_ptrs,
+    outer_ranks,
+    row_adapter,
+    adapter_enabled,
+    topk_ids,
+    shrunk,
+    arrivals,
+    split_rows,
+    blocks_per_split,
+    splits,
+    K: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    SHRUNK_STRIDE: tl.constexpr,
+    STACK: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    MAX_LORAS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    RANK_PROGRAMS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    pair_shrink_tile(
+        x,
+        arena,
+        a_ptrs,
+        lora_ranks,
+        outer_ptrs,
+        outer_ranks,
+        row_adapter,
+        adapter_enabled,
+        topk_ids,
+        shrunk,
+        arrivals,
+        split_rows,
+        blocks_per_split,
+        splits,
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2),
+        K,
+        X_STRIDE,
+        SHRUNK_STRIDE,
+        STACK,
+        MAX_RANK,
+        MAX_LORAS,
+        NUM_EXPERTS,
+        TOP_K,
+        PAIRS_PER_ROW,
+        RANK_PROGRAMS,
+        BLOCK_R,
+        BLOCK_A,
+    )
+
+
+def check_pair_shrink(
     x: torch.Tensor,
     arena: torch.Tensor,
     a_ptrs: torch.Tensor,
@@ -113,6 +201,7 @@ def _check(
     pairs_per_row: int,
     max_rank: int,
     shrunk: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     check_pairs(
         arena,
@@ -131,7 +220,37 @@ def _check(
     assert pairs_per_row in (1, top_k), f"pairs_per_row is {pairs_per_row}, not 1 or {top_k}"
     assert (outer_ptrs is None) == (outer_ranks is None), "outer_ptrs and outer_ranks go together"
     assert outer_ranks is None or pairs_per_row == top_k, "a shared A needs one row for all pairs"
+    assert shrunk.dim() == 3, f"shrunk has {shrunk.dim()} dims, not 3: splits, pairs, ranks"
+    needed = moe_shrink_arrivals(topk_ids.numel(), a_ptrs.shape[0], max_rank)
+    check_arrivals(arrivals, needed if shrunk.shape[0] > 1 else 0)
     check_rows("x", x, (topk_ids.numel() // pairs_per_row, x.shape[1]))
+
+
+def pair_shrink_arguments(
+    x: torch.Tensor, a_ptrs: torch.Tensor, max_rank: int, shrunk: torch.Tensor
+) -> dict[str, int]:
+    """`pair_shrink_tile`'s numbers and constexprs, but those that `x` and the pairs give any
+    kernel of theirs (K, X_STRIDE, TOP_K, PAIRS_PER_ROW)."""
+    (stack, max_loras, num_experts), in_features = a_ptrs.shape, x.shape[1]
+    splits, num_pairs, _ = shrunk.shape
+    block_r, part = _rank_block(max_rank), triton.cdiv(in_features, splits)
+    block_a = 512 if part % 512 == 0 else 256 if part > _LEAST_K else _LEAST_K
+    # Few pairs: every tile of ranks has a program. Many: a program takes them all, since most of
+    # those programs would find that the true rank ends before their tile.
+    rank_programs = triton.cdiv(max_rank, block_r) if num_pairs <= 256 else 1
+    return {
+        "split_rows": shrunk.stride(0) // shrunk.stride(1),
+        "blocks_per_split": triton.cdiv(triton.cdiv(in_features, block_a), splits),
+        "splits": splits,
+        "SHRUNK_STRIDE": shrunk.stride(1),
+        "STACK": stack,
+        "MAX_RANK": max_rank,
+        "MAX_LORAS": max_loras,
+        "NUM_EXPERTS": num_experts,
+        "RANK_PROGRAMS": rank_programs,
+        "BLOCK_R": block_r,
+        "BLOCK_A": block_a,
+    }
 
 
 def moe_lora_shrink_triton(
@@ -147,19 +266,22 @@ def moe_lora_shrink_triton(
     pairs_per_row: int,
     max_rank: int,
     shrunk: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
-    """Shrink: sum over splits of shrunk[:, p, j * max_rank + r] = x[p // pairs_per_row] . A_j[r].
+    """Shrink: shrunk[0, p, j * max_rank + r] = x[p // pairs_per_row] . A_j[r].
 
     A_j is that of slice j, of pair p's expert and of its row's slot. x [P // pairs_per_row, K]:
     pairs_per_row is k where a row's pairs read the same x (gate and up), 1 where every pair has
     its own (down); the latter takes None for both outer tables. Writes `shrunk` in place, up to
-    the true rank of each pair that has an expert, an enabled slot and a rank; split i covers the
-    i-th of shrunk.shape[0] equal ranges of K. Where outer_ranks is not 0, only pair t * k of row
-    t is written, with the shared A. Products and sums in float32, no atomics: a pair's sums
-    depend on its x, its A and the shapes alone. Reads rank * K elements of A a pair and slice.
-    Raises AssertionError on other shapes, dtypes or strides.
+    the true rank of each pair that has an expert, an enabled slot and a rank: split i of K, the
+    i-th of shrunk.shape[0] equal ranges, into shrunk[i], whose sum then stands in shrunk[0].
+    `arrivals` int32, one for each pair, slice and tile of ranks where there is more than one
+    split, is zero before and after. Where outer_ranks is not 0, only pair t * k of row t is
+    written, with the shared A. Products and sums in float32, in one order: a pair's sums depend
+    on its x, its A and the shapes alone. Reads rank * K elements of A a pair and slice. Raises
+    AssertionError on other shapes, dtypes or strides.
     """
-    _check(
+    check_pair_shrink(
         x,
         arena,
         a_ptrs,
@@ -172,16 +294,12 @@ def moe_lora_shrink_triton(
         pairs_per_row,
         max_rank,
         shrunk,
+        arrivals,
     )
-    stack, max_loras, num_experts = a_ptrs.shape
-    num_pairs, in_features, splits = topk_ids.numel(), x.shape[1], shrunk.shape[0]
-    block_r = min(16, max(4, triton.next_power_of_2(max_rank)))
-    part = triton.cdiv(in_features, splits)
-    block_k = 512 if part % 512 == 0 else 256 if part > _LEAST_K else _LEAST_K
-    # Few pairs: every tile of ranks has a program. Many: a program takes them all, since most of
-    # those programs would find that the true rank ends before their tile.
-    rank_programs = triton.cdiv(max_rank, block_r) if num_pairs <= 256 else 1
-    _moe_lora_shrink_kernel[(num_pairs, stack * rank_programs, splits)](
+    splits, num_pairs, _ = shrunk.shape
+    arguments = pair_shrink_arguments(x, a_ptrs, max_rank, shrunk)
+    places = a_ptrs.shape[0] * arguments["RANK_PROGRAMS"]
+    _moe_lora_shrink_kernel[(num_pairs, places, splits)](
         x,
         arena,
         a_ptrs,
@@ -192,20 +310,13 @@ def moe_lora_shrink_triton(
         adapter_enabled,
         topk_ids,
         shrunk,
-        shrunk.stride(0) // shrunk.stride(1),
-        triton.cdiv(triton.cdiv(in_features, block_k), splits),
-        K=in_features,
+        arrivals,
+        K=x.shape[1],
         X_STRIDE=x.stride(0),
-        SHRUNK_STRIDE=shrunk.stride(1),
-        MAX_RANK=max_rank,
-        MAX_LORAS=max_loras,
-        NUM_EXPERTS=num_experts,
         TOP_K=topk_ids.shape[1],
         PAIRS_PER_ROW=pairs_per_row,
-        RANK_PROGRAMS=rank_programs,
-        BLOCK_R=block_r,
-        BLOCK_K=block_k,
-        num_warps=4,
+        **arguments,
+        num_warps=SHRINK_WARPS,
         **dependent_launch(x.device),
     )
 
@@ -223,9 +334,10 @@ def moe_lora_shrink_torch(
     pairs_per_row: int,
     max_rank: int,
     shrunk: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     """Torch twin of `moe_lora_shrink_triton`; the whole sum goes to the first split."""
-    _check(
+    check_pair_shrink(
         x,
         arena,
         a_ptrs,
@@ -238,6 +350,7 @@ def moe_lora_shrink_torch(
         pairs_per_row,
         max_rank,
         shrunk,
+        arrivals,
     )
     addresses, ranks = a_ptrs.tolist(), lora_ranks.tolist()
     shared = None if outer_ptrs is None else outer_ptrs.tolist()
@@ -256,4 +369,6 @@ def moe_lora_shrink_torch(
                 target[1:] = 0
 
 
-moe_lora_shrink = define_op(moe_lora_shrink_triton, moe_lora_shrink_torch, mutates=("shrunk",))
+moe_lora_shrink = define_op(
+    moe_lora_shrink_triton, moe_lora_shrink_torch, mutates=("shrunk", "arrivals")
+)

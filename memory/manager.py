@@ -8,7 +8,7 @@ from kernels.attention_tiles import decode_splits
 from kernels.linear_config import ROW_BLOCKS, linear_splits
 from kernels.lora_segments import MAX_SPLIT_ROWS, shrink_split_k
 from kernels.lora_shrink import shrink_arrivals
-from kernels.moe_lora_shrink import moe_shrink_split_k
+from kernels.moe_lora_shrink import SPLIT_PAIRS, moe_shrink_arrivals, moe_shrink_split_k
 from kernels.sampling import sampling_partials_shape
 from memory.adapter_store import AdapterStore
 from memory.adapter_tables import column_ints
@@ -29,6 +29,7 @@ CPU_KV_BYTES = 1024 * MIB
 CPU_ADAPTER_BYTES = 1024 * MIB
 GRAPH_BYTES_EACH = 4 * MIB  # a graph's own nodes and library workspaces; compared after capture
 STACKED_SLICES = 3  # q, k and v shrink together
+STACKED_EXPERT_SLICES = 2  # gate and up of the experts
 
 
 @dataclass(frozen=True)
@@ -196,17 +197,23 @@ class MemoryManager:
             shrink_numel=shrink_rows * STACKED_SLICES * config.max_lora_rank
             if config.max_loras
             else 0,
-            shrink_arrivals=shrink_arrivals(
-                min(rows, MAX_SPLIT_ROWS), STACKED_SLICES, config.max_loras, config.max_lora_rank
-            )
-            if config.max_loras
-            else 0,
+            shrink_arrivals=self._shrink_arrivals(rows) if config.max_loras else 0,
             product_numel=self._product_numel(rows),
             attention_numel=partials * dims.head_dim,
             attention_lse_numel=partials,
             attention_arrivals=config.max_batch_size * dims.num_kv_heads,
             sampling_shape=tuple(max(sizes) for sizes in zip(*shapes, strict=True)),
         )
+
+    def _shrink_arrivals(self, most: int) -> int:
+        """Counters of the largest launch that splits the sums of x Aᵀ, in steps of up to `most`
+        rows."""
+        loras, rank = self.config.max_loras, self.config.max_lora_rank
+        needed = shrink_arrivals(min(most, MAX_SPLIT_ROWS), STACKED_SLICES, loras, rank)
+        if self.dims.moe is None:
+            return needed
+        pairs = min(most * self.dims.moe.top_k, SPLIT_PAIRS[-1])
+        return max(needed, moe_shrink_arrivals(pairs, STACKED_EXPERT_SLICES, rank))
 
     def _product_numel(self, most: int) -> int:
         """Of the partials of attention's and the MLP's last products, which steps of few rows

@@ -86,10 +86,17 @@ def moe_lora_shrink(
     adapter_enabled: Tensor,
     topk_ids: Tensor,
     pairs_per_row: int,
+    x_read: bool = False,
     **_: Any,
 ) -> int:
+    """Less the rows, where they are `x_read` already."""
     groups = _groups(row_adapter, adapter_enabled, topk_ids)
-    return _shrink(x, arena, lora_ranks, outer_ranks, groups, pairs_per_row)
+    return _shrink(x, arena, lora_ranks, outer_ranks, groups, pairs_per_row, x_read)
+
+
+def moe_gemm_shrink(**arguments: Any) -> int:
+    """The experts' product, and beside it x Aᵀ; x is the product's and counts once."""
+    return moe_gemm(**arguments) + moe_lora_shrink(**arguments, x_read=True)
 
 
 def moe_lora_shrink_grouped(
@@ -222,9 +229,10 @@ def _shrink(
     outer_ranks: Tensor | None,
     groups: Groups,
     pairs_per_row: int,
+    x_read: bool = False,
 ) -> int:
     """A [rank, K] of each group, or of each slot where it is shared; float32 x Aᵀ of the pairs;
-    and x, of which pairs of a row read the same."""
+    and unless `x_read` x, of which pairs of a row read the same."""
     ranks, width = lora_ranks.tolist(), x.shape[1]
     outer = outer_ranks.tolist() if outer_ranks is not None else None
     total, adapted, shared_slots = 0, 0, set()
@@ -244,7 +252,7 @@ def _shrink(
         rank = outer[stacked][slot]
         rows = sum(pairs for (s, _), pairs in groups.items() if s == slot) // pairs_per_row
         total += rank * width * arena.element_size() + max(rows, 1) * rank * 4
-    return total + -(-adapted // pairs_per_row) * size(x[0])
+    return total + (0 if x_read else -(-adapted // pairs_per_row) * size(x[0]))
 
 
 def _expand(

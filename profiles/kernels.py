@@ -27,7 +27,7 @@ from kernels.moe_gemm import moe_gemm
 from kernels.moe_gemm_config import moe_block_size_m
 from kernels.moe_lora_down import moe_lora_down
 from kernels.moe_lora_gate_up import moe_lora_gate_up
-from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_split_k
+from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_arrivals, moe_shrink_split_k
 from kernels.moe_route import moe_route
 from profiles.arguments import integers
 from profiles.bandwidth import read_bandwidth
@@ -201,6 +201,8 @@ def _lora_kernels(layer: MoeLayer, adapters: ExpertAdapters, steps: list[MoeStep
     narrow = torch.zeros(
         moe_shrink_split_k(num_pairs, shape.intermediate), num_pairs, rank, device=device
     )
+    counters = moe_shrink_arrivals(num_pairs, 2, rank)
+    arrivals = torch.zeros(counters, dtype=torch.int32, device=device)
     first, second = adapters.gate_up, adapters.down
 
     def shrink_gate_up(index: int) -> None:
@@ -218,13 +220,14 @@ def _lora_kernels(layer: MoeLayer, adapters: ExpertAdapters, steps: list[MoeStep
             top_k,
             rank,
             wide,
+            arrivals,
         )
 
     def gate_up(index: int) -> None:
         step = steps[index]
         moe_lora_gate_up(
             step.gate_up,
-            wide,
+            wide[0],
             arena,
             first.b_ptrs,
             first.ranks,
@@ -253,13 +256,14 @@ def _lora_kernels(layer: MoeLayer, adapters: ExpertAdapters, steps: list[MoeStep
             1,
             rank,
             narrow,
+            arrivals,
         )
 
     def down(index: int) -> None:
         step = steps[index]
         moe_lora_down(
             step.down,
-            narrow,
+            narrow[0],
             arena,
             second.b_ptrs,
             second.ranks,

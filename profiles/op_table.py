@@ -26,6 +26,7 @@ OPS = {
     "linear": Op(BASE, "product", op_bytes.linear),
     "linear_shrink": Op(BASE, "product, x Aᵀ", op_bytes.linear_shrink),
     "moe_gemm": Op(BASE, "experts", expert_op_bytes.moe_gemm),
+    "moe_gemm_shrink": Op(BASE, "experts, x Aᵀ", expert_op_bytes.moe_gemm_shrink),
     "lora_metadata": Op(LORA, "sort rows by adapter", op_bytes.lora_metadata),
     "sgemm_a": Op(LORA, "x Aᵀ", op_bytes.sgemm_a),
     "sgemm_b": Op(LORA, "+ (x Aᵀ) Bᵀ", op_bytes.sgemm_b),

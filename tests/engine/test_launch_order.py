@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import SamplingParams
 from tests.engine.adapted_model import AdaptedModel, prompt_of
 from tests.engine.backends import TestedBackend as Backend
-from tests.kernels.test_dependent_launch import CONSTANT, LAUNCHES_AGO
+from tests.kernels.test_dependent_launch import may_be_read_early
 
 
 def span(tensor):
@@ -46,7 +46,7 @@ class LaunchOrder(TorchDispatchMode):
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         name = func._schema.name.split("::")[1]
         if func.namespace == "encore":
-            for early in tensors.keys() & (CONSTANT | LAUNCHES_AGO):
+            for early in tensors.keys() & may_be_read_early(name):
                 if any(overlap(span(tensors[early]), written) for written in self._written):
                     self.faults.append(f"{name} reads {early}, which {self._last} has just written")
         self.names.append(name)

@@ -90,6 +90,7 @@ def launches(monkeypatch):
 
         monkeypatch.setattr(expert_delta, name, launch)
 
+    counted("moe_gemm_shrink")
     counted("moe_lora_gate_up")
     counted("moe_lora_expand_grouped")
     return counts
@@ -155,14 +156,16 @@ def test_rows_of_the_base_model_keep_the_bits_of_an_engine_without_lora(mixture,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("most_pairwise", [0, 10**9])
+@pytest.mark.parametrize(("most_shared", "most_pairwise"), [(0, 0), (0, 10**9), (10**9, 10**9)])
 def test_each_way_to_add_the_deltas_in_prefill_and_in_decode(
-    mixture, backend, most_pairwise, monkeypatch, launches
+    mixture, backend, most_shared, most_pairwise, monkeypatch, launches
 ):
-    """Which one is faster decides in practice; both are right everywhere."""
+    """Which one is faster decides in practice; all are right everywhere."""
+    monkeypatch.setattr("kernels.moe_gemm_shrink.MAX_SHARED_PAIRS", most_shared)
     monkeypatch.setattr(expert_delta, "MAX_PAIRWISE", most_pairwise)
     prompts = [prompt_of(9 + row, 90 + row) for row in range(len(ROWS))]
     with mixture.engine(backend) as engine:
         mixture.check(serve(mixture, engine, ROWS, prompts), backend)
+    assert (launches["moe_gemm_shrink"] > 0) == (most_shared > 0)
     assert (launches["moe_lora_expand_grouped"] > 0) == (most_pairwise == 0)
     assert (launches["moe_lora_gate_up"] > 0) == (most_pairwise > 0)

@@ -38,6 +38,7 @@ OPS = {
         for name in (
             "moe_combine",
             "moe_gemm",
+            "moe_gemm_shrink",
             "moe_lora_down",
             "moe_lora_expand_grouped",
             "moe_lora_gate_up",

@@ -9,7 +9,11 @@ from kernels.lora_arguments import NO_LORA
 from kernels.moe_combine import moe_combine_torch, moe_combine_triton
 from kernels.moe_lora_down import moe_lora_down_torch, moe_lora_down_triton
 from kernels.moe_lora_gate_up import moe_lora_gate_up_torch, moe_lora_gate_up_triton
-from kernels.moe_lora_shrink import moe_lora_shrink_torch, moe_lora_shrink_triton
+from kernels.moe_lora_shrink import (
+    moe_lora_shrink_torch,
+    moe_lora_shrink_triton,
+    moe_shrink_arrivals,
+)
 from tests.kernels.packed_experts import PackedExperts, pack_experts
 
 NAN = float("nan")
@@ -126,6 +130,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         ids, weights = routing(self.case)
+        counters = moe_shrink_arrivals(ids.numel(), 2, self.case.max_rank)
+        self.arrivals = torch.zeros(counters, dtype=torch.int32, device=self.device)
         self.topk_ids, self.topk_weights = ids.to(self.device), weights.to(self.device)
         enabled = [slot not in self.case.disabled for slot in range(self.case.max_loras)]
         self.rows = {
@@ -157,7 +163,9 @@ class Batch:
             pairs_per_row=pairs_per_row,
             max_rank=self.case.max_rank,
             shrunk=workspace[:, :pairs],
+            arrivals=self.arrivals,
         )
+        assert not self.arrivals.any()
         assert workspace[:, pairs:].isnan().all()
         return workspace[:, :pairs]
 
@@ -174,7 +182,7 @@ class Batch:
         out, packed = self.out(self.topk_ids.numel(), self.case.intermediate), self.gate_up
         OPS[self.ops][1](
             gate_up=self.input("gate_up"),
-            shrunk=self.shrunk_gate_up(),
+            shrunk=self.shrunk_gate_up()[0],
             arena=packed.arena,
             b_ptrs=packed.b_ptrs,
             lora_ranks=packed.lora_ranks,
@@ -199,7 +207,7 @@ class Batch:
         out, packed = self.out(len(self.topk_ids), self.case.hidden), self.down
         OPS[self.ops][2](
             down=self.input("down"),
-            shrunk=self.shrunk_down(),
+            shrunk=self.shrunk_down()[0],
             arena=packed.arena,
             b_ptrs=packed.b_ptrs,
             lora_ranks=packed.lora_ranks,

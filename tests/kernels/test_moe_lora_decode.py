@@ -131,7 +131,7 @@ def check_kernels(case: Case, device: torch.device) -> None:
         mask = written(batch, packed)
         assert torch.equal(~found.isnan().cpu(), mask.expand_as(found)), "wrote other entries"
         if mask.any():
-            assert_close(found.sum(0).cpu()[mask], expected.sum(0)[mask], torch.float32)
+            assert_close(found[0].cpu()[mask], expected[0][mask], torch.float32)
     gate_up, down = batch.run_gate_up(), batch.run_down()
     assert_close(gate_up, twins.run_gate_up(), case.dtype)
     assert_close(down, twins.run_down(), case.dtype)

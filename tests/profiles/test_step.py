@@ -68,6 +68,7 @@ def test_every_kernel_has_its_op(ops):
 
 def test_expert_adapters_in_groups_move_what_pairs_move(monkeypatch):
     moved = []
+    monkeypatch.setattr("kernels.moe_gemm_shrink.MAX_SHARED_PAIRS", 0)
     for limit in (1024, 0):  # pairs up to which each is taken by itself
         monkeypatch.setattr("engine.expert_delta.MAX_PAIRWISE", limit)
         with tiny_batch(MIXTURE, graphs="off") as running:
@@ -77,6 +78,22 @@ def test_expert_adapters_in_groups_move_what_pairs_move(monkeypatch):
         assert missing_counts(ops) == []
         moved.append([op.bytes for op in shrinks])
     assert moved[0] == moved[1]
+
+
+def test_expert_adapters_beside_the_product_move_what_both_do_but_its_rows(monkeypatch):
+    logs = []
+    for limit in (256, 0):  # pairs up to which both share a launch
+        monkeypatch.setattr("kernels.moe_gemm_shrink.MAX_SHARED_PAIRS", limit)
+        with tiny_batch(MIXTURE, graphs="off") as running:
+            logs.append(log_ops(running.step_eagerly))
+        assert missing_counts(logs[-1]) == []
+    together = [op for op in logs[0] if op.name == "moe_gemm_shrink"]
+    products = [op for op in logs[1] if op.name == "moe_gemm"]
+    shrinks = [op for op in logs[1] if op.name == "moe_lora_shrink"]
+    assert len(together) == len(products) == len(shrinks) > 0
+    assert not {"moe_gemm", "moe_lora_shrink"} & {op.name for op in logs[0]}
+    for both, product, shrink in zip(together, products, shrinks, strict=True):
+        assert product.bytes < both.bytes < product.bytes + shrink.bytes
 
 
 def test_a_step_is_traced_from_end_to_end(monkeypatch, tmp_path):
