@@ -18,7 +18,8 @@ from kernels.op import define_op
 
 SPLIT_PAIRS = (16, 32, 64, 128)  # up to each of these, fewer splits of K
 SHRINK_WARPS = 4  # of a program: bits depend on how many there are
-_LEAST_K = 128  # columns of A that a program reads at least
+MOST_K = 512  # columns of A that a program reads at once
+_LEAST_K = 128  # and that it reads at least
 
 
 def moe_shrink_split_k(num_pairs: int, in_features: int) -> int:
@@ -234,7 +235,7 @@ def pair_shrink_arguments(
     (stack, max_loras, num_experts), in_features = a_ptrs.shape, x.shape[1]
     splits, num_pairs, _ = shrunk.shape
     block_r, part = _rank_block(max_rank), triton.cdiv(in_features, splits)
-    block_a = 512 if part % 512 == 0 else 256 if part > _LEAST_K else _LEAST_K
+    block_a = MOST_K if part % MOST_K == 0 else 256 if part > _LEAST_K else _LEAST_K
     # Few pairs: every tile of ranks has a program. Many: a program takes them all, since most of
     # those programs would find that the true rank ends before their tile.
     rank_programs = triton.cdiv(max_rank, block_r) if num_pairs <= 256 else 1
