@@ -275,6 +275,8 @@ def test_every_length_of_a_chunk(launches):
     for tokens in prefill_sizes(moe, MOST):
         covered |= launches.of(tokens)
     assert len(prefill_sizes(moe, MOST)) < 100
+    names = {variant[0] for variant in covered}
+    assert {"_moe_gemm_shrink_kernel", "_moe_lora_shrink_kernel"} <= names
     for tokens in range(1, MOST + 1):
         missing = launches.of(tokens) - covered
         assert not missing, f"{tokens} tokens: {missing}"
