@@ -9,7 +9,7 @@ and where B and the shrunk rows lie (`kernels.moe_lora_pairs`), not the base's p
 import triton
 import triton.language as tl
 
-from kernels.lora_expand import first_ranks, row_delta, row_sums
+from kernels.lora_expand import first_ranks, row_delta, row_product, row_sums
 from kernels.lora_segments import as_weights
 
 
@@ -166,8 +166,7 @@ def delta_by_pair(
             first = first_ranks(address, arena, rank, n, inside, VECTOR, BLOCK_R)
             sums = row_sums(source, rank, VECTOR, BLOCK_R)
             total += row_delta(
-                first,
-                sums,
+                row_product(first, sums),
                 address,
                 arena,
                 rank,
@@ -177,5 +176,6 @@ def delta_by_pair(
                 inside,
                 VECTOR,
                 BLOCK_R,
+                False,
             )
     return total

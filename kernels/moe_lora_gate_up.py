@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.activation import KINDS, activate, gated_activation_torch
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_arguments import NO_LORA
-from kernels.lora_expand import first_ranks, row_delta, row_sums
+from kernels.lora_expand import first_ranks, row_delta, row_product, row_sums
 from kernels.lora_segments import weight_view
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
@@ -60,6 +60,7 @@ def _moe_lora_gate_up_kernel(
     VECTOR: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     HOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -98,8 +99,7 @@ def _moe_lora_gate_up_kernel(
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
     gate_delta = row_delta(
-        gate_first,
-        gate_sums,
+        row_product(gate_first, gate_sums),
         gate_b,
         arena,
         gate_rank,
@@ -109,10 +109,10 @@ def _moe_lora_gate_up_kernel(
         inside,
         VECTOR,
         BLOCK_R,
+        ONE_BLOCK,
     )
     up_delta = row_delta(
-        up_first,
-        up_sums,
+        row_product(up_first, up_sums),
         up_b,
         arena,
         up_rank,
@@ -122,6 +122,7 @@ def _moe_lora_gate_up_kernel(
         inside,
         VECTOR,
         BLOCK_R,
+        ONE_BLOCK,
     )
     gate = tl.where(gate_rank > 0, gate + gate_delta, gate)
     up = tl.where(up_rank > 0, up + up_delta, up)
@@ -213,6 +214,7 @@ def moe_lora_gate_up_triton(
         block_n = min(256, max(32, triton.next_power_of_2(intermediate)))
     vector = 16 // arena.element_size()
     most_ranks = 8 if is_many else 2 * vector
+    block_r = min(most_ranks, max(vector, triton.next_power_of_2(max_rank)))
     _moe_lora_gate_up_kernel[(num_pairs, triton.cdiv(intermediate, block_n))](
         gate_up,
         shrunk,
@@ -236,7 +238,8 @@ def moe_lora_gate_up_triton(
         KIND=kind,
         VECTOR=vector,
         BLOCK_N=block_n,
-        BLOCK_R=min(most_ranks, max(vector, triton.next_power_of_2(max_rank))),
+        BLOCK_R=block_r,
+        ONE_BLOCK=max_rank <= block_r,
         HOLD=HOLD_NEXT,
         num_warps=2 if block_n < 128 else 4,
         **dependent_launch(gate_up.device),
