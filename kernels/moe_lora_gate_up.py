@@ -23,7 +23,6 @@ from kernels.moe_lora_pairs import (
 from kernels.op import define_op
 
 MANY_PAIRS = 512  # above, programs hide each other's waits, and registers are what is short
-HOLD_NEXT = True  # the kernel after comes up only when this one's programs end
 
 
 @triton.jit
@@ -61,7 +60,6 @@ def _moe_lora_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
-    HOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pair = tl.program_id(0)
@@ -88,7 +86,7 @@ def _moe_lora_gate_up_kernel(
         up_pair = tl.where(up_outer > 0, first, pair)
     gate_first = first_ranks(gate_b, arena, gate_rank, n, inside, VECTOR, BLOCK_R)
     up_first = first_ranks(up_b, arena, up_rank, n, inside, VECTOR, BLOCK_R)
-    wait_for_inputs(PDL, HOLD)
+    wait_for_inputs(PDL)
     if expert < 0:
         return
     gate_s = shrunk + gate_pair.to(tl.int64) * SHRUNK_STRIDE
@@ -240,7 +238,6 @@ def moe_lora_gate_up_triton(
         BLOCK_N=block_n,
         BLOCK_R=block_r,
         ONE_BLOCK=max_rank <= block_r,
-        HOLD=HOLD_NEXT,
         num_warps=2 if block_n < 128 else 4,
         **dependent_launch(gate_up.device),
     )
