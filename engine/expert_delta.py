@@ -10,17 +10,18 @@ from kernels.lora_arguments import NO_LORA
 from kernels.moe_align import moe_lora_align_block_size
 from kernels.moe_combine import moe_combine
 from kernels.moe_gemm import moe_gemm
+from kernels.moe_gemm_config import UNSORTED_PAIRS
 from kernels.moe_gemm_shrink import moe_gemm_shrink, shares_launch
 from kernels.moe_lora_down import moe_lora_down
 from kernels.moe_lora_expand_grouped import moe_lora_expand_grouped
 from kernels.moe_lora_gate_up import moe_lora_gate_up
+from kernels.moe_lora_pairs import MAX_PAIRWISE
 from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_split_k
 from kernels.moe_lora_shrink_grouped import moe_lora_shrink_grouped
+from kernels.moe_lora_shrink_sorted import moe_lora_shrink_sorted, sorted_shrink_split_k
 from memory.adapter_tables import ExpertTables, LinearTables
 from memory.lora_targets import Target
 from memory.moe_workspace import MoEWorkspace
-
-MAX_PAIRWISE = 1024  # pairs: above, those of one (slot, expert) are taken together
 
 _Table = torch.Tensor | None
 RouterTables = tuple[_Table, _Table, _Table, _Table, _Table, _Table, _Table]
@@ -38,7 +39,8 @@ class ExpertDelta:
     With few pairs each reads its own adapter's weights, and the deltas are added inside the
     activation and inside the weighted sum. With many, pairs are sorted by (slot, expert) so that
     weights are read once, and the deltas are added in place between those two. x Aᵀ is computed
-    in the launch of the experts' product while pairs are fewest, above that beside it.
+    in the launch of the experts' product while pairs are fewest, above that beside it, of pairs
+    that are sorted by expert for a block of them at once.
     """
 
     lora: LoRADelta
@@ -72,7 +74,7 @@ class ExpertDelta:
     def begin_gate_up(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """What `multiply_gate_up` leaves to do beside it, for `hidden` [T, H] and `weight`
         [E, 2 I, H]. The layer's other adapters must not be at work between the two."""
-        if self._shares(weight):
+        if self._shares(weight) or self._is_sorted:
             return
         with self.lora.side.forked():
             if self._is_grouped:
@@ -81,12 +83,15 @@ class ExpertDelta:
 
     def multiply_gate_up(self, hidden: torch.Tensor, weight: torch.Tensor, sort: Sort) -> None:
         """`moe.gate_up` [P, 2 I] = x Wᵀ of every pair's expert, and x Aᵀ of gate and up."""
+        if self._is_sorted and not self._shares(weight):
+            with self.lora.side.forked():
+                self._shrink_sorted(GATE_UP, hidden, sort)
         self._multiply(GATE_UP, hidden, weight, sort, self.moe.gate_up)
 
     def add_gate_up(self, kind: str) -> None:
         """`moe.activated` [P, I] = f(gate + Δgate) · (up + Δup), from `moe.gate_up`."""
         moe, tables = self.moe, self._tables(GATE_UP)
-        shrunk = self._shrunk(GATE_UP, moe.down.shape[1])  # experts read what they write: H wide
+        shrunk = self._shrunk(GATE_UP)
         outer_ranks = self._experts.outer_ranks[self.index, GATE_UP]
         if self._is_grouped:
             self._expand_grouped(shrunk, tables, outer_ranks, moe.gate_up)
@@ -112,7 +117,10 @@ class ExpertDelta:
         """`moe.down` [P, H] likewise, for `moe.activated` [P, I] and `weight` [E, H, I]."""
         if not self._shares(weight):
             with self.lora.side.forked():
-                self._shrink(DOWN, self.moe.activated)
+                if self._is_sorted:
+                    self._shrink_sorted(DOWN, self.moe.activated, sort)
+                else:
+                    self._shrink(DOWN, self.moe.activated)
         self._multiply(DOWN, self.moe.activated, weight, sort, self.moe.down)
 
     def add_down_and_combine(
@@ -121,7 +129,7 @@ class ExpertDelta:
         """`out` [T, H] = Σ weight · (down + Δdown) over each row's experts, plus the expert that
         every token passes; from `moe.down` [P, H]."""
         moe, experts = self.moe, self._experts
-        tables, shrunk = self._tables(DOWN), self._shrunk(DOWN, moe.activated.shape[1])
+        tables, shrunk = self._tables(DOWN), self._shrunk(DOWN)
         if self._is_grouped:
             self._expand_grouped(shrunk, tables, None, moe.down)
             moe_combine(moe.down, moe.topk_ids, moe.topk_weights, shared, shared_gate, out)
@@ -149,14 +157,21 @@ class ExpertDelta:
         """The layer's tables of the slices that read the same input."""
         return self._experts.linear.at(self.index, stacked)
 
-    def _shrunk(self, stacked: slice, in_features: int) -> torch.Tensor:
+    def _shrunk(self, stacked: slice, splits: int = 1) -> torch.Tensor:
         """float32 [splits, P, stack · max_rank] of workspace: the slices' x Aᵀ is the first."""
-        moe, pairs, splits = self.moe, self.moe.topk_ids.numel(), 1
-        if moe.activated.is_cuda and not self._is_grouped:
-            splits = moe_shrink_split_k(pairs, in_features)
-        stack = stacked.stop - stacked.start
+        pairs, stack = self.moe.topk_ids.numel(), stacked.stop - stacked.start
         shape = (splits, pairs, stack * self.lora.max_rank)
         return self.lora.shrunk[: shape[0] * shape[1] * shape[2]].view(shape)
+
+    def _pair_sums(self, stacked: slice, x: torch.Tensor) -> torch.Tensor:
+        """`_shrunk` in as many parts as pair by pair the sums are made of."""
+        pairs = self.moe.topk_ids.numel()
+        return self._shrunk(stacked, moe_shrink_split_k(pairs, x.shape[1]) if x.is_cuda else 1)
+
+    @property
+    def _is_sorted(self) -> bool:
+        """Whether the pairs are sorted by expert alone, for their product."""
+        return not self._is_grouped and self.moe.topk_ids.numel() > UNSORTED_PAIRS
 
     def _shares(self, weight: torch.Tensor) -> bool:
         """Whether x Aᵀ is computed in the launch of the product with `weight`."""
@@ -184,13 +199,40 @@ class ExpertDelta:
             lora.info.row_adapter,
             lora.adapter_enabled,
             lora.max_rank,
-            self._shrunk(stacked, x.shape[1]),
+            self._pair_sums(stacked, x),
+            lora.arrivals,
+        )
+
+    def _shrink_sorted(self, stacked: slice, x: torch.Tensor, sort: Sort) -> None:
+        """The slices' x Aᵀ of sorted pairs, likewise."""
+        lora, tables = self.lora, self._tables(stacked)
+        sorted_token_ids, expert_ids, num_tokens_post_padded = sort
+        assert sorted_token_ids is not None
+        assert expert_ids is not None
+        assert num_tokens_post_padded is not None
+        splits = sorted_shrink_split_k(x.shape[1]) if x.is_cuda else 1
+        moe_lora_shrink_sorted(
+            x,
+            lora.arena,
+            tables.a_ptrs,
+            tables.lora_ranks,
+            *self._outer(stacked),
+            lora.info.row_adapter,
+            lora.adapter_enabled,
+            self.moe.topk_ids,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_padded,
+            self.moe.block_size_m,
+            self._pairs_per_row(stacked),
+            lora.max_rank,
+            self._shrunk(stacked, splits),
             lora.arrivals,
         )
 
     def _shrink(self, stacked: slice, x: torch.Tensor) -> None:
         """The slices' x Aᵀ in a launch of its own."""
-        lora, tables, shrunk = self.lora, self._tables(stacked), self._shrunk(stacked, x.shape[1])
+        lora, tables = self.lora, self._tables(stacked)
         if self._is_grouped:
             moe_lora_shrink_grouped(
                 x,
@@ -203,7 +245,7 @@ class ExpertDelta:
                 self.top_k,
                 self._pairs_per_row(stacked),
                 lora.max_rank,
-                shrunk,
+                self._shrunk(stacked),
             )
         else:
             moe_lora_shrink(
@@ -217,7 +259,7 @@ class ExpertDelta:
                 self.moe.topk_ids,
                 self._pairs_per_row(stacked),
                 lora.max_rank,
-                shrunk,
+                self._pair_sums(stacked, x),
                 lora.arrivals,
             )
 

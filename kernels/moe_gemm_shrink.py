@@ -21,6 +21,7 @@ from kernels.moe_gemm_tile import (
 from kernels.moe_lora_pairs import PAIR_TABLES
 from kernels.moe_lora_shrink import (
     SHRINK_WARPS,
+    check_pair_arrivals,
     check_pair_shrink,
     moe_lora_shrink_torch,
     pair_shrink_arguments,
@@ -206,7 +207,8 @@ def launch_moe_gemm_shrink(
     check_moe_gemm(x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
     rows = (row_adapter, adapter_enabled, topk_ids)
     lora = (arena, a_ptrs, lora_ranks, outer_ptrs, outer_ranks, *rows)
-    check_pair_shrink(x, *lora, pairs_per_row, max_rank, shrunk, arrivals)
+    check_pair_shrink(x, *lora, pairs_per_row, max_rank, shrunk)
+    check_pair_arrivals(arrivals, topk_ids, a_ptrs, max_rank, shrunk.shape[0])
     assert config.num_warps == SHRINK_WARPS, (
         f"a product of {config.num_warps} warps: use moe_gemm and moe_lora_shrink"
     )

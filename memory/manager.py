@@ -8,7 +8,9 @@ from kernels.attention_tiles import decode_splits
 from kernels.linear_config import ROW_BLOCKS, linear_splits
 from kernels.lora_segments import MAX_SPLIT_ROWS, shrink_split_k
 from kernels.lora_shrink import shrink_arrivals
+from kernels.moe_lora_pairs import MAX_PAIRWISE
 from kernels.moe_lora_shrink import SPLIT_PAIRS, moe_shrink_arrivals, moe_shrink_split_k
+from kernels.moe_lora_shrink_sorted import sorted_shrink_arrivals, sorted_shrink_split_k
 from kernels.sampling import sampling_partials_shape
 from memory.adapter_store import AdapterStore
 from memory.adapter_tables import column_ints
@@ -18,6 +20,7 @@ from memory.kv_cache import KVCache, page_bytes
 from memory.lora_batch_info import LoRABatchInfo
 from memory.lora_targets import EXPERT_TARGETS
 from memory.model_dims import ModelDims, adapter_bytes, all_targets, qkv_sizes
+from memory.moe_workspace import AlignSizes
 from memory.page_pool import PagePool
 from memory.request_tables import RequestTables
 from memory.staging import StagingRing
@@ -171,32 +174,13 @@ class MemoryManager:
         config, dims = self.config, self.dims
         decode_rows = range(1, config.max_batch_size + 1)
         rows = max(config.max_batch_size, config.prefill_chunk_tokens)
-        linear = [target for target in all_targets(dims) if target not in EXPERT_TARGETS]
-        inputs = {dims.target_shape(target)[1] for target in linear}
-        shrink_rows = max(
-            tokens * shrink_split_k(tokens, width)
-            for tokens in range(1, rows + 1)
-            for width in inputs
-        )
-        if dims.moe is not None:
-            inputs = {dims.target_shape(target)[1] for target in EXPERT_TARGETS}
-            shrink_rows = max(
-                shrink_rows,
-                *(
-                    pairs * moe_shrink_split_k(pairs, width)
-                    for pairs in range(dims.moe.top_k, rows * dims.moe.top_k + 1, dims.moe.top_k)
-                    for width in inputs
-                ),
-            )
         partials = max(n * dims.num_q_heads * self._splits(n) for n in decode_rows)
         shapes = [sampling_partials_shape(n, dims.vocab_size) for n in decode_rows]
         return WorkspaceSizes(
             rows=rows,
             max_loras=config.max_loras,
             logit_rows=config.max_batch_size,
-            shrink_numel=shrink_rows * STACKED_SLICES * config.max_lora_rank
-            if config.max_loras
-            else 0,
+            shrink_numel=self._shrink_numel(rows) if config.max_loras else 0,
             shrink_arrivals=self._shrink_arrivals(rows) if config.max_loras else 0,
             product_numel=self._product_numel(rows),
             attention_numel=partials * dims.head_dim,
@@ -205,15 +189,37 @@ class MemoryManager:
             sampling_shape=tuple(max(sizes) for sizes in zip(*shapes, strict=True)),
         )
 
+    def _shrink_numel(self, most: int) -> int:
+        """Of x Aᵀ in as many parts as its sums are made of, in steps of up to `most` rows."""
+        dims, moe = self.dims, self.dims.moe
+        linear = [target for target in all_targets(dims) if target not in EXPERT_TARGETS]
+        inputs = {dims.target_shape(target)[1] for target in linear}
+        rows = max(
+            tokens * shrink_split_k(tokens, width)
+            for tokens in range(1, most + 1)
+            for width in inputs
+        )
+        if moe is not None:
+            inputs = {dims.target_shape(target)[1] for target in EXPERT_TARGETS}
+            pairs = range(moe.top_k, most * moe.top_k + 1, moe.top_k)
+            rows = max(rows, *(n * moe_shrink_split_k(n, width) for n in pairs for width in inputs))
+            sorted_pairs = min(pairs[-1], MAX_PAIRWISE)
+            rows = max(rows, *(sorted_pairs * sorted_shrink_split_k(width) for width in inputs))
+        return rows * STACKED_SLICES * self.config.max_lora_rank
+
     def _shrink_arrivals(self, most: int) -> int:
         """Counters of the largest launch that splits the sums of x Aᵀ, in steps of up to `most`
         rows."""
         loras, rank = self.config.max_loras, self.config.max_lora_rank
         needed = shrink_arrivals(min(most, MAX_SPLIT_ROWS), STACKED_SLICES, loras, rank)
-        if self.dims.moe is None:
+        moe = self.dims.moe
+        if moe is None:
             return needed
-        pairs = min(most * self.dims.moe.top_k, SPLIT_PAIRS[-1])
-        return max(needed, moe_shrink_arrivals(pairs, STACKED_EXPERT_SLICES, rank))
+        pairs = min(most * moe.top_k, SPLIT_PAIRS[-1])
+        needed = max(needed, moe_shrink_arrivals(pairs, STACKED_EXPERT_SLICES, rank))
+        tokens = range(1, min(most, MAX_PAIRWISE // moe.top_k) + 1)
+        blocks = max((AlignSizes.of(moe, count).m_blocks for count in tokens), default=0)
+        return max(needed, sorted_shrink_arrivals(blocks, STACKED_EXPERT_SLICES))
 
     def _product_numel(self, most: int) -> int:
         """Of the partials of attention's and the MLP's last products, which steps of few rows
