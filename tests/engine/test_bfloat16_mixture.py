@@ -14,6 +14,7 @@ import transformers
 
 from engine import Engine, SamplingParams
 from engine.outputs import RequestOutput
+from kernels.moe_lora_shrink import moe_shrink_split_k
 from profiles.route_log import RouteLog
 from tests.engine.programme import as_bits
 from tests.engine.test_bfloat16 import POSITIONS
@@ -24,14 +25,14 @@ ROWS, TOKENS, LAYERS, MOST_FLIPPED = 32, 64, 4, 0.4
 PROMPTS = [[3 + row, 50, 60 + row] for row in range(ROWS)]
 
 
-def routes_of(log: RouteLog) -> torch.Tensor:
+def routes_of(log: RouteLog, prompts: list[list[int]]) -> torch.Tensor:
     """[rows, tokens, layers, k] of the steps that drew each token: one prefill, then decode."""
     calls = [call.topk_ids.sort(dim=1).values.cpu() for call in log.calls]
     steps = [calls[i : i + LAYERS] for i in range(0, len(calls), LAYERS)]
     assert len(steps) == TOKENS, "one chunk of prefill, and nothing else between"
     prefill, *decode = (torch.stack(step, dim=1) for step in steps)
-    assert prefill.shape[0] == sum(map(len, PROMPTS))
-    ends = torch.tensor([len(prompt) for prompt in PROMPTS]).cumsum(0) - 1
+    assert prefill.shape[0] == sum(map(len, prompts))
+    ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
     return torch.stack([prefill[ends], *decode], dim=1)
 
 
@@ -56,7 +57,7 @@ def save_mixture(path: Path) -> torch.nn.Module:
         vocab_size=8192,
         hidden_size=512,
         intermediate_size=1024,
-        moe_intermediate_size=192,
+        moe_intermediate_size=256,
         num_hidden_layers=LAYERS,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -123,7 +124,7 @@ def test_mixture(tmp_path):
     oracle = Oracle(model, adapters)
     errors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     flipped: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    for output, found in zip(outputs, routes_of(log), strict=True):
+    for output, found in zip(outputs, routes_of(log, PROMPTS), strict=True):
         expected, every = reference_routes(oracle, output)
         same = (found == expected).flatten(1).all(dim=1)
         kind = output.adapter is not None
@@ -144,3 +145,49 @@ def test_mixture(tmp_path):
         if output.adapter is not None:
             wrong = torch.tensor(oracle.errors(output, None))
             assert wrong.mean() > 10 * alike[True].mean(), output.adapter
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_rows_whose_sums_are_made_of_parts(tmp_path, rows):
+    """As above for steps of few rows: an expert's x A^T then is in parts, added by the last one."""
+    model = save_mixture(tmp_path / "model")
+    config = model.config
+    pairs = rows * config.num_experts_per_tok
+    assert moe_shrink_split_k(pairs, config.hidden_size) > 1
+    assert moe_shrink_split_k(pairs, config.moe_intermediate_size) > 1
+    adapters = {
+        "all": save_adapter(model, tmp_path / "all", 16, ALL, seed=1),
+        "some": save_adapter(
+            model, tmp_path / "some", 5, ("gate_proj", "down_proj"), seed=3, strength=6.0
+        ),
+    }
+    names = [("all", "some", None)[row % 3] for row in range(rows)]
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+    runs, log = [], RouteLog()
+    for graphs in ("cuda", "off"):
+        with Engine(
+            tmp_path / "model",
+            adapters=adapters,
+            graphs=graphs,
+            graph_batch_sizes=[rows],
+            max_batch_size=rows,
+            max_seq_len=128,
+            tokenizer=None,
+        ) as engine:
+            if graphs == "cuda":
+                runs.append(engine.generate(PROMPTS[:rows], params, names))
+                assert engine.stats().replays >= TOKENS - 1
+            else:
+                with log:
+                    runs.append(engine.generate(PROMPTS[:rows], params, names))
+    assert [as_bits(o)[1:] for o in runs[0]] == [as_bits(o)[1:] for o in runs[1]]
+    oracle = Oracle(model, adapters)
+    for output, found in zip(runs[0], routes_of(log, PROMPTS[:rows]), strict=True):
+        expected, errors = reference_routes(oracle, output)
+        same = (found == expected).flatten(1).all(dim=1)
+        assert same.any()
+        assert errors[same].mean() < 0.05, output.adapter
+        if output.adapter is not None:
+            wrong = torch.tensor(oracle.errors(output, None))
+            assert wrong.mean() > 5 * errors[same].mean(), output.adapter
