@@ -26,14 +26,14 @@ def add_gate_up_to(delta, y):
     """`y` [P, 2 I] += the deltas of gate and up, with nothing non-linear."""
     delta._align()
     outer_ranks = delta.lora.tables.experts.outer_ranks[delta.index, GATE_UP]
-    shrunk = delta._shrunk(GATE_UP, delta.moe.down.shape[1])[:1]
+    shrunk = delta._shrunk(GATE_UP)
     delta._expand_grouped(shrunk, delta._tables(GATE_UP), outer_ranks, y)
 
 
 def add_down_to(delta, y):
     """`y` [P, H] += the delta of down."""
     delta._align()
-    shrunk = delta._shrunk(DOWN, delta.moe.activated.shape[1])[:1]
+    shrunk = delta._shrunk(DOWN)
     delta._expand_grouped(shrunk, delta._tables(DOWN), None, y)
 
 
