@@ -1,4 +1,4 @@
-"""Kernel tests under Triton's interpreter, in a process of their own.
+"""Kernel tests under Triton's interpreter, in processes of their own.
 
 `triton.compile` fails where TRITON_INTERPRET=1 is set, so the compile tests and these cannot
 share a process.
@@ -19,14 +19,22 @@ from tests.conftest import HAS_GPU, INTERPRETED
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="kernel tests run in this process")
 def test_kernels_match_their_twins_under_the_interpreter():
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "kernel", "tests/kernels"],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed, result.stdout
-    print(result.stdout.splitlines()[-1])
+    root = Path(__file__).parent.parent
+    files = sorted(str(path.relative_to(root)) for path in root.glob("tests/kernels/test_*.py"))
+    shares = min(os.cpu_count() or 1, 4)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", "-m", "kernel", *files[share::shares]],
+            cwd=root,
+            env=os.environ | {"TRITON_INTERPRET": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for share in range(shares)
+    ]
+    outputs = [process.communicate()[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
+        assert process.returncode == 0, output[-8000:]
+        assert re.search(r"(\d+) passed", output), output
+        print(output.splitlines()[-1])
