@@ -149,8 +149,11 @@ class Decoder:
         if splits > 1:  # the op that adds them up is the next anyway
             out = ws.product[: splits * out.numel()].view(splits, *out.shape)
         delta = project(x, projection, index, target, lora, out, fold=True)
-        dtype = x.dtype if lora is None else lora.arena.dtype
-        if delta is NO_LORA or holds_delta(tokens, hidden, delta[-1], dtype):
+        if (
+            lora is None
+            or delta is NO_LORA
+            or holds_delta(tokens, hidden, lora.max_rank, lora.arena.dtype)
+        ):
             add_rms_norm(out, ws.residual, *delta, *norm, ws.hidden)
         else:
             add_expand(out, ws.residual, *delta)

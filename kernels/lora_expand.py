@@ -30,8 +30,9 @@ def find_slice(b_ptrs, lora_ranks, scalings, slot, stacked, MAX_LORAS: tl.conste
 
 
 @triton.jit
-def _whole_ranks(rank, VECTOR: tl.constexpr):
-    """`rank` where rows of B start on 16 bytes, else 0: a multiple of VECTOR to the compiler."""
+def whole_ranks(rank, VECTOR: tl.constexpr):
+    """A rank, or each of a block of them, where rows of B start on 16 bytes, else 0: a multiple of
+    VECTOR to the compiler."""
     whole = rank // VECTOR * VECTOR
     return whole * (whole == rank).to(tl.int32)
 
@@ -67,7 +68,7 @@ def first_ranks(
     Zeros where rows of B do not start on 16 bytes: `row_delta` and `tile_delta` read such a B
     from its first rank.
     """
-    whole = _whole_ranks(rank, VECTOR)
+    whole = whole_ranks(rank, VECTOR)
     return _whole_block(address, arena, whole, n, SKIP + tl.arange(0, BLOCK_R), inside)
 
 
@@ -75,7 +76,7 @@ def first_ranks(
 def row_sums(source, rank, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr, SKIP: tl.constexpr = 0):
     """The row's x A^T [BLOCK_R] for `first_ranks`; `source` is its and the slice's in `shrunk`."""
     r = SKIP + tl.arange(0, BLOCK_R)
-    return tl.load(source + r, mask=r < _whole_ranks(rank, VECTOR), other=0.0)
+    return tl.load(source + r, mask=r < whole_ranks(rank, VECTOR), other=0.0)
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def row_delta(
     ONE_BLOCK: tl.constexpr,  # no rank is above that
 ):
     """[N] float32: columns `n` of one slice of one row's delta."""
-    whole = _whole_ranks(rank, VECTOR)
+    whole = whole_ranks(rank, VECTOR)
     if not ONE_BLOCK:
         for first_rank in range(BLOCK_R, whole, BLOCK_R):
             r = first_rank + tl.arange(0, BLOCK_R)
@@ -167,7 +168,7 @@ def _tile_sums(sources, live, r, rank):
 @triton.jit
 def tile_sums(sources, live, rank, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr):
     """The rows' x A^T [M, BLOCK_R] for `first_ranks`; `sources` [M] are theirs in `shrunk`."""
-    return _tile_sums(sources, live, tl.arange(0, BLOCK_R), _whole_ranks(rank, VECTOR))
+    return _tile_sums(sources, live, tl.arange(0, BLOCK_R), whole_ranks(rank, VECTOR))
 
 
 @triton.jit
@@ -188,7 +189,7 @@ def tile_delta(
     BLOCK_R: tl.constexpr,
 ):
     """[M, N] float32: columns `n` of one slice of the deltas of a tile's rows."""
-    whole = _whole_ranks(rank, VECTOR)
+    whole = whole_ranks(rank, VECTOR)
     acc = _add_product(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), sums, first)
     for first_rank in range(BLOCK_R, whole, BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)

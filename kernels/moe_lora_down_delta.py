@@ -9,15 +9,8 @@ and where B and the shrunk rows lie (`kernels.moe_lora_pairs`), not the base's p
 import triton
 import triton.language as tl
 
-from kernels.lora_expand import first_ranks, row_delta, row_product, row_sums
+from kernels.lora_expand import first_ranks, row_delta, row_product, row_sums, whole_ranks
 from kernels.lora_segments import as_weights
-
-
-@triton.jit
-def _whole_ranks(ranks, VECTOR: tl.constexpr):
-    """[pairs]: ranks where rows of B start on 16 bytes, else 0."""
-    whole = ranks // VECTOR * VECTOR
-    return whole * (whole == ranks).to(tl.int32)
 
 
 @triton.jit
@@ -45,7 +38,7 @@ def first_of_pairs(addresses, arena, ranks, n, inside, VECTOR: tl.constexpr, BLO
     """B[n, :BLOCK_R] of every pair in its dtype [n, pairs, BLOCK_R]; zeros where rows of B do not
     start on 16 bytes: `delta_of_pairs` reads such a B from its first rank."""
     r = tl.arange(0, BLOCK_R)
-    return _block_of_pairs(addresses, arena, _whole_ranks(ranks, VECTOR), n, r, inside)
+    return _block_of_pairs(addresses, arena, whole_ranks(ranks, VECTOR), n, r, inside)
 
 
 @triton.jit
@@ -59,7 +52,7 @@ def sums_of_pairs(
     BLOCK_R: tl.constexpr,
 ):
     """Every pair's x A^T times its factor [pairs, BLOCK_R], for `first_of_pairs`."""
-    whole = _whole_ranks(ranks, VECTOR)
+    whole = whole_ranks(ranks, VECTOR)
     return _weighted(shrunk, pairs, whole, factors, tl.arange(0, BLOCK_R), STRIDE)
 
 
@@ -80,7 +73,7 @@ def delta_of_pairs(
     BLOCK_R: tl.constexpr,
 ):
     """[N] float32: sum over pairs p and rank indices r of B_p[n, r] * weighted[p, r]."""
-    whole = _whole_ranks(ranks, VECTOR)
+    whole = whole_ranks(ranks, VECTOR)
     total = tl.sum(first.to(tl.float32) * sums[None, :, :], axis=2)  # [N, pairs]
     for first_rank in range(BLOCK_R, tl.max(whole), BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
