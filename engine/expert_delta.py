@@ -10,18 +10,17 @@ from kernels.lora_arguments import NO_LORA
 from kernels.moe_align import moe_lora_align_block_size
 from kernels.moe_combine import moe_combine
 from kernels.moe_gemm import moe_gemm
-from kernels.moe_gemm_config import UNSORTED_PAIRS
 from kernels.moe_gemm_shrink import moe_gemm_shrink, shares_launch
 from kernels.moe_lora_down import moe_lora_down
 from kernels.moe_lora_expand_grouped import moe_lora_expand_grouped
 from kernels.moe_lora_gate_up import moe_lora_gate_up
-from kernels.moe_lora_pairs import MAX_PAIRWISE
 from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_split_k
 from kernels.moe_lora_shrink_grouped import moe_lora_shrink_grouped
-from kernels.moe_lora_shrink_sorted import moe_lora_shrink_sorted, sorted_shrink_split_k
 from memory.adapter_tables import ExpertTables, LinearTables
 from memory.lora_targets import Target
 from memory.moe_workspace import MoEWorkspace
+
+MAX_PAIRWISE = 1024  # pairs: above, those of one (slot, expert) are taken together
 
 _Table = torch.Tensor | None
 RouterTables = tuple[_Table, _Table, _Table, _Table, _Table, _Table, _Table]
@@ -39,8 +38,7 @@ class ExpertDelta:
     With few pairs each reads its own adapter's weights, and the deltas are added inside the
     activation and inside the weighted sum. With many, pairs are sorted by (slot, expert) so that
     weights are read once, and the deltas are added in place between those two. x Aᵀ is computed
-    in the launch of the experts' product while pairs are fewest, above that beside it, of pairs
-    that are sorted by expert for a block of them at once.
+    in the launch of the experts' product while pairs are fewest, above that beside it.
     """
 
     lora: LoRADelta
@@ -74,7 +72,7 @@ class ExpertDelta:
     def begin_gate_up(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """What `multiply_gate_up` leaves to do beside it, for `hidden` [T, H] and `weight`
         [E, 2 I, H]. The layer's other adapters must not be at work between the two."""
-        if self._shares(weight) or self._is_sorted:
+        if self._shares(weight):
             return
         with self.lora.side.forked():
             if self._is_grouped:
@@ -83,9 +81,6 @@ class ExpertDelta:
 
     def multiply_gate_up(self, hidden: torch.Tensor, weight: torch.Tensor, sort: Sort) -> None:
         """`moe.gate_up` [P, 2 I] = x Wᵀ of every pair's expert, and x Aᵀ of gate and up."""
-        if self._is_sorted and not self._shares(weight):
-            with self.lora.side.forked():
-                self._shrink_sorted(GATE_UP, hidden, sort)
         self._multiply(GATE_UP, hidden, weight, sort, self.moe.gate_up)
 
     def add_gate_up(self, kind: str) -> None:
@@ -117,10 +112,7 @@ class ExpertDelta:
         """`moe.down` [P, H] likewise, for `moe.activated` [P, I] and `weight` [E, H, I]."""
         if not self._shares(weight):
             with self.lora.side.forked():
-                if self._is_sorted:
-                    self._shrink_sorted(DOWN, self.moe.activated, sort)
-                else:
-                    self._shrink(DOWN, self.moe.activated)
+                self._shrink(DOWN, self.moe.activated)
         self._multiply(DOWN, self.moe.activated, weight, sort, self.moe.down)
 
     def add_down_and_combine(
@@ -168,11 +160,6 @@ class ExpertDelta:
         pairs = self.moe.topk_ids.numel()
         return self._shrunk(stacked, moe_shrink_split_k(pairs, x.shape[1]) if x.is_cuda else 1)
 
-    @property
-    def _is_sorted(self) -> bool:
-        """Whether the pairs are sorted by expert alone, for their product."""
-        return not self._is_grouped and self.moe.topk_ids.numel() > UNSORTED_PAIRS
-
     def _shares(self, weight: torch.Tensor) -> bool:
         """Whether x Aᵀ is computed in the launch of the product with `weight`."""
         pairs = self.moe.topk_ids.numel()
@@ -200,33 +187,6 @@ class ExpertDelta:
             lora.adapter_enabled,
             lora.max_rank,
             self._pair_sums(stacked, x),
-            lora.arrivals,
-        )
-
-    def _shrink_sorted(self, stacked: slice, x: torch.Tensor, sort: Sort) -> None:
-        """The slices' x Aᵀ of sorted pairs, likewise."""
-        lora, tables = self.lora, self._tables(stacked)
-        sorted_token_ids, expert_ids, num_tokens_post_padded = sort
-        assert sorted_token_ids is not None
-        assert expert_ids is not None
-        assert num_tokens_post_padded is not None
-        splits = sorted_shrink_split_k(x.shape[1]) if x.is_cuda else 1
-        moe_lora_shrink_sorted(
-            x,
-            lora.arena,
-            tables.a_ptrs,
-            tables.lora_ranks,
-            *self._outer(stacked),
-            lora.info.row_adapter,
-            lora.adapter_enabled,
-            self.moe.topk_ids,
-            sorted_token_ids,
-            expert_ids,
-            num_tokens_post_padded,
-            self.moe.block_size_m,
-            self._pairs_per_row(stacked),
-            lora.max_rank,
-            self._shrunk(stacked, splits),
             lora.arrivals,
         )
 

@@ -9,13 +9,13 @@ beside x A^T goes by its shape too: there every number of rows is looked at.
 from collections.abc import Collection, Iterable
 
 from engine.decoder_weights import Projection
+from engine.expert_delta import MAX_PAIRWISE
 from kernels.linear_config import ROW_BLOCKS, ROW_BUCKETS, card, linear_config
 from kernels.linear_shrink import arranged, product_programs
 from kernels.lora_segments import ROW_REGIMES, row_regime, shrink_split_k
 from kernels.lora_shrink import shrink_programs
 from kernels.moe_gemm_config import PAIRS_AN_EXPERT
 from kernels.moe_gemm_shrink import MAX_SHARED_PAIRS
-from kernels.moe_lora_pairs import MAX_PAIRWISE
 from kernels.moe_lora_shrink import SPLIT_PAIRS
 from memory.model_dims import MoEDims
 

@@ -21,7 +21,6 @@ from kernels.moe_gemm_tile import (
 from kernels.moe_lora_pairs import PAIR_TABLES
 from kernels.moe_lora_shrink import (
     SHRINK_WARPS,
-    check_pair_arrivals,
     check_pair_shrink,
     moe_lora_shrink_torch,
     pair_shrink_arguments,
@@ -30,7 +29,6 @@ from kernels.moe_lora_shrink import (
 from kernels.op import define_op
 
 MAX_SHARED_PAIRS = 256  # above, x A^T is worth a launch of its own beside the product
-SHRINK_FIRST = True  # whether its programs come before the product's
 
 
 def shares_launch(weight: torch.Tensor, num_pairs: int, block_size_m: int) -> bool:
@@ -81,7 +79,6 @@ def _moe_gemm_shrink_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    FIRST: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
     STACK: tl.constexpr,
     MAX_RANK: tl.constexpr,
@@ -95,16 +92,9 @@ def _moe_gemm_shrink_kernel(
 ):
     wait_for_inputs(PDL)
     places: tl.constexpr = STACK * RANK_PROGRAMS
-    shrinking = num_pairs * places * splits
-    if FIRST:
-        shrink = tl.program_id(0)
-        product = shrink - shrinking
-        shrinks = product < 0
-    else:
-        product = tl.program_id(0)
-        shrink = product - (tl.num_programs(0) - shrinking)
-        shrinks = shrink >= 0
-    if shrinks:
+    shrink = tl.program_id(0)
+    product = shrink - num_pairs * places * splits
+    if product < 0:  # those come first: the few of one pair would end after the whole product
         pair_shrink_tile(
             x,
             arena,
@@ -207,8 +197,7 @@ def launch_moe_gemm_shrink(
     check_moe_gemm(x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
     rows = (row_adapter, adapter_enabled, topk_ids)
     lora = (arena, a_ptrs, lora_ranks, outer_ptrs, outer_ranks, *rows)
-    check_pair_shrink(x, *lora, pairs_per_row, max_rank, shrunk)
-    check_pair_arrivals(arrivals, topk_ids, a_ptrs, max_rank, shrunk.shape[0])
+    check_pair_shrink(x, *lora, pairs_per_row, max_rank, shrunk, arrivals)
     assert config.num_warps == SHRINK_WARPS, (
         f"a product of {config.num_warps} warps: use moe_gemm and moe_lora_shrink"
     )
@@ -232,7 +221,6 @@ def launch_moe_gemm_shrink(
         arrivals,
         num_pairs,
         num_blocks,
-        FIRST=SHRINK_FIRST,
         TOP_K=topk_ids.shape[1],
         **product,
         **shrink,

@@ -2,8 +2,7 @@
 
 A pair is a row and one of its k experts: pair p belongs to row p // k. `moe_lora_shrink`,
 `moe_lora_gate_up` and `moe_lora_down` take pairs as they come, without sorting, which is right
-while pairs are few and most of them name an expert of their own; `moe_lora_shrink_sorted` takes
-them as the experts' product does. Knows where a pair's weights
+while pairs are few and most of them name an expert of their own. Knows where a pair's weights
 lie, not what is computed with them.
 
     topk_ids int32[T, k]        expert of each pair; -1: none, the pair is skipped
@@ -27,9 +26,6 @@ import torch
 
 from kernels.lora_segments import check_shrunk
 from kernels.op import FLOATS
-
-MAX_PAIRWISE = 1024
-"""Above so many pairs those of one (slot, expert) are taken together: `moe_lora_groups`."""
 
 PAIR_TABLES = (
     "a_ptrs",

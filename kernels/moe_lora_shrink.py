@@ -202,6 +202,7 @@ def check_pair_shrink(
     pairs_per_row: int,
     max_rank: int,
     shrunk: torch.Tensor,
+    arrivals: torch.Tensor,
 ) -> None:
     check_pairs(
         arena,
@@ -221,14 +222,9 @@ def check_pair_shrink(
     assert (outer_ptrs is None) == (outer_ranks is None), "outer_ptrs and outer_ranks go together"
     assert outer_ranks is None or pairs_per_row == top_k, "a shared A needs one row for all pairs"
     assert shrunk.dim() == 3, f"shrunk has {shrunk.dim()} dims, not 3: splits, pairs, ranks"
-    check_rows("x", x, (topk_ids.numel() // pairs_per_row, x.shape[1]))
-
-
-def check_pair_arrivals(
-    arrivals: torch.Tensor, topk_ids: torch.Tensor, a_ptrs: torch.Tensor, max_rank: int, splits: int
-) -> None:
     needed = moe_shrink_arrivals(topk_ids.numel(), a_ptrs.shape[0], max_rank)
-    check_arrivals(arrivals, needed if splits > 1 else 0)
+    check_arrivals(arrivals, needed if shrunk.shape[0] > 1 else 0)
+    check_rows("x", x, (topk_ids.numel() // pairs_per_row, x.shape[1]))
 
 
 def pair_shrink_arguments(
@@ -299,9 +295,9 @@ def moe_lora_shrink_triton(
         pairs_per_row,
         max_rank,
         shrunk,
+        arrivals,
     )
     splits, num_pairs, _ = shrunk.shape
-    check_pair_arrivals(arrivals, topk_ids, a_ptrs, max_rank, splits)
     arguments = pair_shrink_arguments(x, a_ptrs, max_rank, shrunk)
     places = a_ptrs.shape[0] * arguments["RANK_PROGRAMS"]
     _moe_lora_shrink_kernel[(num_pairs, places, splits)](
@@ -355,27 +351,8 @@ def moe_lora_shrink_torch(
         pairs_per_row,
         max_rank,
         shrunk,
+        arrivals,
     )
-    check_pair_arrivals(arrivals, topk_ids, a_ptrs, max_rank, shrunk.shape[0])
-    tables = (a_ptrs, lora_ranks, outer_ptrs, outer_ranks, row_adapter, adapter_enabled)
-    shrink_pairs_torch(x, arena, *tables, topk_ids, pairs_per_row, max_rank, shrunk)
-
-
-def shrink_pairs_torch(
-    x: torch.Tensor,
-    arena: torch.Tensor,
-    a_ptrs: torch.Tensor,
-    lora_ranks: torch.Tensor,
-    outer_ptrs: torch.Tensor | None,
-    outer_ranks: torch.Tensor | None,
-    row_adapter: torch.Tensor,
-    adapter_enabled: torch.Tensor,
-    topk_ids: torch.Tensor,
-    pairs_per_row: int,
-    max_rank: int,
-    shrunk: torch.Tensor,
-) -> None:
-    """What the twins of both ways to shrink pairs do."""
     addresses, ranks = a_ptrs.tolist(), lora_ranks.tolist()
     shared = None if outer_ptrs is None else outer_ptrs.tolist()
     shared_ranks = None if outer_ranks is None else outer_ranks.tolist()

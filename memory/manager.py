@@ -8,9 +8,7 @@ from kernels.attention_tiles import decode_splits
 from kernels.linear_config import ROW_BLOCKS, linear_splits
 from kernels.lora_segments import MAX_SPLIT_ROWS, shrink_split_k
 from kernels.lora_shrink import shrink_arrivals
-from kernels.moe_lora_pairs import MAX_PAIRWISE
 from kernels.moe_lora_shrink import SPLIT_PAIRS, moe_shrink_arrivals, moe_shrink_split_k
-from kernels.moe_lora_shrink_sorted import sorted_shrink_arrivals, sorted_shrink_split_k
 from kernels.sampling import sampling_partials_shape
 from memory.adapter_store import AdapterStore
 from memory.adapter_tables import column_ints
@@ -20,7 +18,6 @@ from memory.kv_cache import KVCache, page_bytes
 from memory.lora_batch_info import LoRABatchInfo
 from memory.lora_targets import EXPERT_TARGETS
 from memory.model_dims import ModelDims, adapter_bytes, all_targets, qkv_sizes
-from memory.moe_workspace import AlignSizes
 from memory.page_pool import PagePool
 from memory.request_tables import RequestTables
 from memory.staging import StagingRing
@@ -203,8 +200,6 @@ class MemoryManager:
             inputs = {dims.target_shape(target)[1] for target in EXPERT_TARGETS}
             pairs = range(moe.top_k, most * moe.top_k + 1, moe.top_k)
             rows = max(rows, *(n * moe_shrink_split_k(n, width) for n in pairs for width in inputs))
-            sorted_pairs = min(pairs[-1], MAX_PAIRWISE)
-            rows = max(rows, *(sorted_pairs * sorted_shrink_split_k(width) for width in inputs))
         return rows * STACKED_SLICES * self.config.max_lora_rank
 
     def _shrink_arrivals(self, most: int) -> int:
@@ -216,10 +211,7 @@ class MemoryManager:
         if moe is None:
             return needed
         pairs = min(most * moe.top_k, SPLIT_PAIRS[-1])
-        needed = max(needed, moe_shrink_arrivals(pairs, STACKED_EXPERT_SLICES, rank))
-        tokens = range(1, min(most, MAX_PAIRWISE // moe.top_k) + 1)
-        blocks = max((AlignSizes.of(moe, count).m_blocks for count in tokens), default=0)
-        return max(needed, sorted_shrink_arrivals(blocks, STACKED_EXPERT_SLICES))
+        return max(needed, moe_shrink_arrivals(pairs, STACKED_EXPERT_SLICES, rank))
 
     def _product_numel(self, most: int) -> int:
         """Of the partials of attention's and the MLP's last products, which steps of few rows

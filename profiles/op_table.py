@@ -35,7 +35,6 @@ OPS = {
         LORA, "sort pairs by adapter", expert_op_bytes.moe_lora_align_block_size
     ),
     "moe_lora_shrink": Op(LORA, "experts' x Aᵀ", expert_op_bytes.moe_lora_shrink),
-    "moe_lora_shrink_sorted": Op(LORA, "experts' x Aᵀ", expert_op_bytes.moe_lora_shrink),
     "moe_lora_shrink_grouped": Op(LORA, "experts' x Aᵀ", expert_op_bytes.moe_lora_shrink_grouped),
     "moe_lora_expand_grouped": Op(
         LORA, "experts' + (x Aᵀ) Bᵀ", expert_op_bytes.moe_lora_expand_grouped

@@ -44,7 +44,6 @@ OPS = {
             "moe_lora_gate_up",
             "moe_lora_shrink",
             "moe_lora_shrink_grouped",
-            "moe_lora_shrink_sorted",
             "moe_route",
         )
     },
@@ -277,7 +276,7 @@ def test_every_length_of_a_chunk(launches):
         covered |= launches.of(tokens)
     assert len(prefill_sizes(moe, MOST)) < 100
     names = {variant[0] for variant in covered}
-    assert {"_moe_gemm_shrink_kernel", "_moe_lora_shrink_sorted_kernel"} <= names
+    assert {"_moe_gemm_shrink_kernel", "_moe_lora_shrink_kernel"} <= names
     for tokens in range(1, MOST + 1):
         missing = launches.of(tokens) - covered
         assert not missing, f"{tokens} tokens: {missing}"

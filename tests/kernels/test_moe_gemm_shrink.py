@@ -169,17 +169,6 @@ def test_equals_moe_gemm_and_moe_lora_shrink(kernel_device, name):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("name", ["unsorted", "mixed"])
-def test_either_order_of_programs_writes_the_same(kernel_device, monkeypatch, name):
-    runs = []
-    for shrink_first in (True, False):
-        monkeypatch.setattr("kernels.moe_gemm_shrink.SHRINK_FIRST", shrink_first)
-        runs.append(LAUNCHES[name].run("triton", kernel_device))
-        moe_gemm_shrink_triton(*runs[-1].both)
-    assert equal(*runs)
-
-
-@pytest.mark.kernel
 @pytest.mark.parametrize("group_blocks", [1, 2])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_other_tiles(kernel_device, group_blocks, swapped):

@@ -6,17 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.moe_gemm_config import UNSORTED_PAIRS
-from kernels.moe_lora_pairs import MAX_PAIRWISE
 from kernels.moe_lora_shrink import moe_shrink_arrivals, moe_shrink_split_k
-from kernels.moe_lora_shrink_sorted import sorted_shrink_arrivals, sorted_shrink_split_k
 from kernels.sampling_tables import NUM_LOGPROBS, REPETITION, TOP_P
 from memory.budget import Budget
 from memory.errors import CapacityError
 from memory.kv_cache import page_bytes
 from memory.manager import MemoryConfig, MemoryManager
 from memory.model_dims import MoEDims
-from memory.moe_workspace import AlignSizes
 from memory.packed_adapter import pack_adapter
 from tests.memory.tiny_dims import TinyDims, random_adapter
 
@@ -65,24 +61,21 @@ def test_every_request_fits_at_its_longest_where_memory_allows():
 
 @pytest.mark.parametrize(("experts", "rank", "most"), [(16, 24, 300), (16, 24, 8), (256, 4, 300)])
 def test_sums_of_experts_in_parts_fit_the_workspace(experts, rank, most):
-    """Of every number of rows, in each way in which a launch may take their pairs."""
+    """Of every number of rows."""
     moe = MoEDims(experts, 4, 768, 0, (True, True))
     dims = TinyDims(hidden_size=2048, moe=moe)
     manager = make_manager(dims, prefill_chunk_tokens=most, max_lora_rank=rank, kv_cache_tokens=64)
-    workspace, parted = manager.workspace, set()
+    workspace, parted = manager.workspace, 0
     for tokens in range(1, most + 1):
-        pairs, blocks = tokens * moe.top_k, AlignSizes.of(moe, tokens).m_blocks
+        pairs = tokens * moe.top_k
         for stack, width in ((2, dims.hidden_size), (1, moe.intermediate_size)):
-            ways = [(moe_shrink_split_k(pairs, width), moe_shrink_arrivals(pairs, stack, rank))]
-            if UNSORTED_PAIRS < pairs <= MAX_PAIRWISE:
-                counters = sorted_shrink_arrivals(blocks, stack)
-                ways.append((sorted_shrink_split_k(width), counters))
-            for way, (splits, counters) in enumerate(ways):
-                assert splits * pairs * stack * rank <= workspace.shrunk.numel(), f"{tokens} rows"
-                if splits > 1:
-                    assert counters <= workspace.shrink_arrivals.numel(), f"{tokens} rows"
-                    parted.add(way)
-    assert parted == {0, 1}
+            splits = moe_shrink_split_k(pairs, width)
+            assert splits * pairs * stack * rank <= workspace.shrunk.numel(), f"{tokens} rows"
+            if splits > 1:
+                counters = moe_shrink_arrivals(pairs, stack, rank)
+                assert counters <= workspace.shrink_arrivals.numel(), f"{tokens} rows"
+                parted += 1
+    assert parted
 
 
 def test_kv_cache_stays_under_two_gib_by_default():
