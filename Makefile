@@ -5,24 +5,28 @@
 # make check     lint and test
 
 PYTHON ?= python3
+# What pip installs as torch, and the index it is on; empty: pip's own.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Named after the build of torch, so that another one is installed when it is asked for.
+INSTALLED := $(VENV)/.installed-$(subst /,_,$(subst :,_,$(TORCH)$(TORCH_INDEX)))
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 MOE_MODEL := .models/SmolLM2-135M-Instruct-4x2
 
 .PHONY: demo demo-moe test lint check clean
 
-demo: $(VENV)/.installed $(MODEL)
+demo: $(INSTALLED) $(MODEL)
 	$(BIN)/python -m engine.demo $(MODEL)
 
-demo-moe: $(VENV)/.installed $(MOE_MODEL)
+demo-moe: $(INSTALLED) $(MOE_MODEL)
 	$(BIN)/python -m engine.demo --moe $(MOE_MODEL)
 
-test: $(VENV)/.installed $(MODEL)
+test: $(INSTALLED) $(MODEL)
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/.installed
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -30,17 +34,18 @@ lint: $(VENV)/.installed
 check: lint test
 
 # torch first and by itself: the packages after it must not choose another build of it.
-$(VENV)/.installed: pyproject.toml
+$(INSTALLED): pyproject.toml
+	rm -f $(VENV)/.installed*
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[test,lint,train]"
 	touch $@
 
-$(MODEL): | $(VENV)/.installed
+$(MODEL): | $(INSTALLED)
 	$(BIN)/python -m engine.demo.model_file .models
 
-$(MOE_MODEL): | $(VENV)/.installed $(MODEL)
+$(MOE_MODEL): | $(INSTALLED) $(MODEL)
 	$(BIN)/python -m engine.demo.upcycle $(MODEL) $@
 
 clean:

@@ -6,19 +6,22 @@ have the right shapes.
 
 import re
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.architecture import Architecture, read_token_ids
+from engine.config import DTYPES, check_path
 from engine.config_reader import ConfigReader
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, RequestError
 from engine.expert_source import ExpertSource
 from engine.gguf_rope import recognise_rope
 from engine.gguf_source import GGUFSource
 from engine.json_file import read_json
 from engine.safetensors_source import SafetensorsSource
+from engine.shown import shown
 from engine.tokenizer import TokenizerSource
 from engine.weight_source import WeightSource
 
@@ -46,18 +49,25 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...] = ()
 
 
-def open_checkpoint(model: str | Path, dtype: torch.dtype | None = None) -> Checkpoint:
+def open_checkpoint(
+    model: str | PathLike[str], dtype: torch.dtype | str | None = None
+) -> Checkpoint:
     """Open a directory in Hugging Face layout, a .gguf file, or a hub id.
 
-    `dtype` replaces the checkpoint's in `architecture.dtype`. CheckpointError for whatever cannot
-    be served exactly; it names the file, the key, what was found and what is accepted.
+    `dtype`, torch's or its name, replaces the checkpoint's in `architecture.dtype`. RequestError
+    for arguments that are neither; CheckpointError for whatever cannot be served exactly: it names
+    the file, the key, what was found and what is accepted.
     """
+    path = check_path("model", model)
+    wanted = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and wanted not in DTYPES.values():
+        raise RequestError(f"dtype={shown(dtype)}; accepted: {', '.join(map(repr, DTYPES))}")
     try:
-        checkpoint = _open(Path(model))
+        checkpoint = _open(path)
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise CheckpointError(f"{model}: cannot be read: {error.strerror or error}") from error
-    if dtype is not None:
-        architecture = replace(checkpoint.architecture, dtype=dtype)
+    if wanted is not None:
+        architecture = replace(checkpoint.architecture, dtype=wanted)
         checkpoint = replace(checkpoint, architecture=architecture)
     return checkpoint
 
@@ -68,7 +78,10 @@ def _open(path: Path) -> Checkpoint:
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if path.exists():
-        raise CheckpointError(f"{path}: accepted: a directory, a .gguf file, or a hub id")
+        raise CheckpointError(
+            f"{path}: a file that does not end in .gguf; accepted: a directory, a .gguf file, or a "
+            "hub id"
+        )
     return _open_directory(_download(str(path)))
 
 

@@ -17,7 +17,7 @@ from kernels.lora_metadata import MAX_ROWS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GRAPHS = ("auto", "cuda", "tape", "off")
-LORA_BACKENDS = ("auto", "torch", "sgemm", "sgmv")
+LORA_BACKENDS = ("auto", "torch", "sgemm")
 PAGE_SIZE = 16
 NVTX_VARIABLE = "ENCORE_NVTX"
 DEBUG_VARIABLE = "ENCORE_DEBUG"
@@ -120,8 +120,6 @@ class EngineConfig:
             raise RequestError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported"
             )
-        if self.lora_backend == "sgmv":
-            raise RequestError("lora_backend='sgmv' is not built; accepted: auto, torch, sgemm")
         if self.graph_batch_sizes is not None:
             for size in self.graph_batch_sizes:
                 if not 1 <= size <= self.max_batch_size:
@@ -200,7 +198,9 @@ def _whole_numbers(value: Any) -> tuple[int, ...]:
     try:
         sizes = tuple(value)
     except TypeError:
-        sizes = ()
-    if not sizes or any(isinstance(s, bool) or not isinstance(s, int) for s in sizes):
+        sizes = (None,)
+    if not sizes:
+        raise RequestError(f"graph_batch_sizes={shown(value)} is empty; accepted: None, or sizes")
+    if any(isinstance(s, bool) or not isinstance(s, int) for s in sizes):
         raise RequestError(f"graph_batch_sizes={shown(value)} is not a list of whole numbers")
     return sizes

@@ -57,13 +57,15 @@ class LayerWeights:
 
 
 class DecoderWeights:
-    """`embedding` and `head` [V, H] (one tensor where tied), `norm` [H], and the layers."""
+    """`embedding` and `head` [V, H] (one tensor where tied), `norm` [H], and the layers;
+    `num_bytes` of all of them."""
 
     def __init__(
         self, architecture: Architecture, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._architecture, self._dtype, self._device = architecture, dtype, device
         self._destinations: dict[str, torch.Tensor] = {}
+        self.num_bytes = 0
         vocab, hidden = architecture.vocab_size, architecture.hidden_size
         self.embedding = self._parameter("model.embed_tokens.weight", vocab, hidden)
         self.head = self.embedding
@@ -160,4 +162,6 @@ class DecoderWeights:
         return self._destinations[name]
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self.num_bytes += tensor.nbytes
+        return tensor

@@ -100,11 +100,12 @@ class Engine:
         shapes = self.architecture.parameter_shapes().values()
         weight_bytes = sum(torch.Size(shape).numel() for shape in shapes) * self.dtype.itemsize
         budget = Budget.of_device(self.device, settings.memory.memory_fraction)
-        budget.plan("weights", weight_bytes, "dtype, or memory_fraction")
+        budget.plan("weights", weight_bytes, "dtype")
         with self._trace.range("load"):
             decoder = Decoder(
                 self.architecture, checkpoint.source, self.max_seq_len, self.dtype, self.device
             )
+        budget.record("weights", decoder.weights.num_bytes)
         with self._trace.range("measure"):
             if is_measured():
                 choose_products(decoder.weights, self.device, cache_directory())
@@ -296,6 +297,7 @@ class Engine:
                 torch.cuda.empty_cache()
 
     def __enter__(self) -> "Engine":
+        self._check_open()
         return self
 
     def __exit__(

@@ -37,7 +37,7 @@ class ExpertDelta:
 
     With few pairs each reads its own adapter's weights, and the deltas are added inside the
     activation and inside the weighted sum. With many, pairs are sorted by (slot, expert) so that
-    weights are read once, and the deltas are added in place between those two. x Aᵀ is computed
+    weights are read once, and each delta is added in place before those two. x Aᵀ is computed
     in the launch of the experts' product while pairs are fewest, above that beside it.
     """
 

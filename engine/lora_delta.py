@@ -2,8 +2,8 @@
 
 While decoding, nothing of it is written to memory but x Aᵀ: that is computed in the launch of the
 base product or beside it, and the kernel that reads the product next adds the rest (`project`
-hands it the tables). In steps of many rows, and where an op that cannot add it comes next, the
-delta is added to the product in place.
+hands it the tables). In steps of more than MAX_FOLDED_ROWS rows, and where an op that cannot add
+it comes next, the delta is added to the product in place.
 """
 
 from dataclasses import dataclass

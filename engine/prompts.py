@@ -1,9 +1,8 @@
 """The shapes in which users may hand over prompts and what goes with them."""
 
 from collections.abc import Sequence as Items
+from numbers import Integral
 from typing import Any
-
-import torch
 
 from engine.errors import RequestError
 from engine.shown import shown
@@ -13,29 +12,34 @@ Prompt = str | Items[int]
 
 def as_token_ids(prompt: Items[int], label: str) -> list[int]:
     """A prompt of ids as a list, or RequestError; `label` is what messages call it."""
-    if isinstance(prompt, torch.Tensor):
-        prompt = prompt.tolist()
+    prompt = _listed(prompt)
     if not isinstance(prompt, Items) or isinstance(prompt, bytes | bytearray):
         raise RequestError(f"{label}={shown(prompt)} is neither text nor a list of token ids")
+    ids: list[int] = []
     for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if isinstance(token, bool) or not isinstance(token, Integral):
             raise RequestError(f"{label} holds {shown(token)}, which is not a token id")
-    return list(prompt)
+        ids.append(int(token))
+    return ids
 
 
 def as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
-    if isinstance(prompts, torch.Tensor):
-        prompts = prompts.tolist()
+    prompts = _listed(prompts)
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Items) or isinstance(prompts, bytes | bytearray):
         raise RequestError(
             f"prompts={shown(prompts)} is no text, list of token ids, or list of those"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _listed(items: Any) -> Any:
+    """A tensor or an array as the list that it is."""
+    return items.tolist() if hasattr(items, "tolist") else items
 
 
 def one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:

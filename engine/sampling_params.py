@@ -1,5 +1,6 @@
 """How a request wants its tokens drawn: checked when built, so that no bad value gets further."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
@@ -152,3 +153,12 @@ class SamplingParams:
     def _token(self, name: str, token: object) -> None:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise RequestError(f"{name}: {shown(token)} is not a token id")
+
+
+def _signature() -> inspect.Signature:
+    """The fields, which `__new__` would hide from help()."""
+    signature = inspect.signature(SamplingParams.__init__)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+SamplingParams.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -15,7 +15,13 @@ from engine.lora_delta import LoRABackend
 from engine.tokenizer import Tokenizer, load_tokenizer
 from memory.manager import MemoryConfig
 
-MODELS_TOKENIZER = object()  # the default of `tokenizer`: None means none at all
+
+class _ModelsTokenizer:
+    def __repr__(self) -> str:
+        return "<the model's>"
+
+
+MODELS_TOKENIZER = _ModelsTokenizer()  # the default of `tokenizer`: None means none at all
 DEFAULT_MAX_SEQ_LEN = 4096
 
 

@@ -31,7 +31,8 @@ from kernels.lora_segments import check_shrunk, walk_segments, weight_view
 from kernels.op import FLOATS
 
 FEW_ROWS = 16
-"""Up to so many rows kernels go row by row, above by tiles of rows of one slot."""
+"""Up to so many rows activation and addition go row by row, above by tiles of rows of one slot.
+Rotary always goes row by row, the norm wherever it adds deltas (`norm.holds_delta`)."""
 
 COLUMNS_PER_WARP = 64  # row by row: 16 ranks of so much of a 16-bit B are 16 registers a thread
 

@@ -1,8 +1,9 @@
 """The LoRA delta (x A^T) B^T inside a kernel that reads a base product: nothing of it in memory.
 
-Two ways, by T alone. For few rows a program holds some columns of one row and reads that row's
-own B, on the ordinary cores; for more it holds a tile of rows of one slot, which read B once, on
-the tensor cores, and tiles of the rows without adapter come after those of the slots. A row's
+Two ways, by kernel and shapes alone. Row by row, which few rows always are, a program holds some
+columns of one row and reads that row's own B, on the ordinary cores. By tiles, for more rows, it
+holds rows of one slot, which read B once, on the tensor cores, and tiles of the rows without
+adapter come after those of the slots. A row's
 result depends on its own inputs, its adapter and T, never on its neighbours, its slot or its place.
 
 Of its B a program asks for the first ranks before the base product is complete: `first_ranks`

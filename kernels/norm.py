@@ -131,7 +131,8 @@ def holds_delta(num_tokens: int, hidden: int, max_rank: int, dtype: torch.dtype)
     `rms_norm`, which spreads a row over many programs.
 
     It is where the registers of the row's one program hold all of its B, of `dtype`, which it then
-    reads while the base product still runs: that is for few rows, which take the own product.
+    reads while the base product still runs: that is for few rows, which take the own product. A
+    rank whose rows of B do not start on 16 bytes is read after it, rank by rank.
     """
     block = triton.next_power_of_2(hidden)
     fits = block <= _MAX_WARPS * _COLUMNS_A_WARP and max_rank <= 16 and dtype.itemsize == 2

@@ -42,7 +42,7 @@ class Budget:
         return cls(max(0, int(total * fraction) - (total - free)))
 
     def plan(self, name: str, planned_bytes: int, knob: str) -> None:
-        """Add a row, or raise CapacityError where it does not fit, saying what to cut."""
+        """Add a row, or raise CapacityError where it does not fit, saying what to change."""
         left = self.left_bytes
         self.rows.append(BudgetRow(name, planned_bytes, knob))
         if planned_bytes <= left:
@@ -51,7 +51,8 @@ class Budget:
         raise CapacityError(
             f"{name}: {planned_bytes / MIB:.1f} MiB needed and {left / MIB:.1f} MiB of "
             f"{self.total_bytes / MIB:.1f} MiB left; the largest row is {largest.name} with "
-            f"{largest.planned_bytes / MIB:.1f} MiB: cut it with {largest.knob}\n{self.table()}"
+            f"{largest.planned_bytes / MIB:.1f} MiB: change {largest.knob}, or raise "
+            f"memory_fraction\n{self.table()}"
         )
 
     @property

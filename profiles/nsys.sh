@@ -17,8 +17,10 @@ MESSAGE
     exit 1
 fi
 
-output=${OUTPUT:-$PWD/encore-steady}
-cd "${BASH_SOURCE[0]%/*}/.."
+output=${OUTPUT:-encore-steady}
+[[ $output == /* ]] || output=$PWD/$output
+[[ ${BASH_SOURCE[0]} == */* ]] && cd "${BASH_SOURCE[0]%/*}"
+cd ..
 
 ENCORE_NVTX=1 exec nsys profile \
     --trace=cuda,nvtx \

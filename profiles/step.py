@@ -44,6 +44,10 @@ REPLAYS = 11
 
 def main() -> None:
     options = _parse()
+    if options.picture:  # before minutes are spent
+        from profiles.step_picture import check_picture, draw_step
+
+        check_picture(options.picture)
     try:
         result = read_result(options.source) if options.source else _measure(options)
     except EngineError as error:
@@ -52,8 +56,6 @@ def main() -> None:
     if options.output:
         write_result(RESULTS / options.output, result)
     if options.picture:
-        from profiles.step_picture import draw_step
-
         draw_step(result, options.picture)
     print(json.dumps(result))
 
@@ -76,10 +78,6 @@ def read_result(path: Path) -> dict[str, Any]:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise SystemExit("profiles.step needs a GPU; --from draws a result written elsewhere")
-    if options.picture:
-        from profiles.step_picture import check_matplotlib
-
-        check_matplotlib()  # before minutes are spent
     device = torch.device("cuda")
     bandwidth = read_bandwidth(device)
     checkpoint, case = open_shape(options.model), options.adapters

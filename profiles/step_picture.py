@@ -33,19 +33,23 @@ LEFT, RIGHT = 0.075, 0.985
 LANE_NAMES = ("main stream", "side branch")
 
 
-def check_matplotlib() -> None:
-    """Leave with a message where matplotlib is missing."""
+def check_picture(path: Path) -> None:
+    """Leave with a message where `path` cannot be drawn."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise SystemExit(
             "--picture needs matplotlib: pip install -e '.[plot]', or pip install matplotlib"
         ) from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise SystemExit(f"--picture {path}: accepted: a name that ends in {', '.join(known)}")
+    if not path.parent.is_dir():
+        raise SystemExit(f"--picture {path}: no such directory: {path.parent}")
 
 
 def draw_step(result: dict[str, Any], path: Path) -> None:
     """Write the picture of one layer, head and sampling to `path`."""
-    check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

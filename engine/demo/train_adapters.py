@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from engine.demo import training_data
 from engine.demo.training_data import EXAMPLES, HELD_OUT_PROMPTS, Example
+
+try:
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+except ImportError:
+    raise SystemExit("training needs peft: pip install -e '.[train]'") from None
 
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BATCH_SIZE = 8

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 from engine.demo import training_data
 from engine.demo.train_adapters import Recipe, answer, load_base, save, train
@@ -47,6 +46,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="the upcycled model's directory")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "adapters")
     arguments = parser.parse_args()
+    from peft import LoraConfig, get_peft_model  # train_adapters says what to install
 
     base, tokenizer = load_base(arguments.model)
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import Checkpoint, check_weights, open_checkpoint
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, RequestError
 from engine.random_source import RandomSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -190,6 +190,19 @@ class _Marker:
 
     def __reduce__(self):
         return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("path", [3, None, b"x", ""])
+def test_a_model_is_a_path(path):
+    with pytest.raises(RequestError, match=f"model={path!r} is not a path"):
+        open_checkpoint(path)
+
+
+def test_dtypes_have_names(model):
+    assert open_checkpoint(model, "bfloat16").architecture.dtype == torch.bfloat16
+    for dtype in ("bf16", torch.int8, 16):
+        with pytest.raises(RequestError, match=r"dtype=.*accepted: 'bfloat16', 'float16'"):
+            open_checkpoint(model, dtype)
 
 
 def test_pickles_are_never_opened(model, tmp_path):

@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,9 @@ from tests.tiny_tokenizer import BOS, EOS
         ([5, 6], [[5, 6]]),
         ((5, 6), [[5, 6]]),
         (torch.tensor([5, 6]), [[5, 6]]),
+        (np.array([5, 6]), [[5, 6]]),
+        (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
+        ([np.int64(5), 6], [[5, 6]]),
         (["ba"], ["ba"]),
         (["ba", "do"], ["ba", "do"]),
         ([[5, 6], "do", (7,)], [[5, 6], "do", [7]]),

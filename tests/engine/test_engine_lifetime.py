@@ -269,6 +269,7 @@ def test_close(paths):
         lambda: engine.unload_adapter("a"),
         lambda: engine.adapters(),
         lambda: engine.stats(),
+        lambda: engine.__enter__(),
         lambda: next(outputs),
     ):
         with pytest.raises(RequestError, match="closed"):
@@ -281,3 +282,10 @@ def test_the_with_block_closes_on_an_error(paths):
         raise KeyError("ours")
     with pytest.raises(RequestError, match="closed"):
         engine.step()
+
+
+def test_every_row_of_the_budget_says_what_it_took(paths):
+    with Engine(paths["model"], tokenizer=None, **{**SIZES, "graph_batch_sizes": [1]}) as engine:
+        rows = {row.name: row for row in engine.memory.budget.rows}
+        assert rows["weights"].actual_bytes == rows["weights"].planned_bytes
+        assert all(row.actual_bytes is not None for row in rows.values())

@@ -1,7 +1,8 @@
 """SamplingParams: what it accepts, and what it says about anything else."""
 
 import copy
-from dataclasses import replace
+import inspect
+from dataclasses import fields, replace
 
 import pytest
 
@@ -234,3 +235,9 @@ def test_parameters_can_be_copied_and_replaced():
         replace(params, n=0)
     with pytest.raises(AttributeError):
         params.n = 3
+
+
+def test_help_shows_what_it_takes():
+    parameters = inspect.signature(SamplingParams).parameters
+    assert list(parameters) == [field.name for field in fields(SamplingParams)]
+    assert parameters["temperature"].default == 1.0

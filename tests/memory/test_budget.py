@@ -27,13 +27,16 @@ def test_a_shortfall_names_the_row_that_fails_and_the_largest_with_its_knob():
         planned().plan("adapters", 10 * MIB + 1, "lora_memory_bytes")
     message = str(caught.value)
     assert "adapters: 10.0 MiB needed and 10.0 MiB of 100.0 MiB left" in message
-    assert "the largest row is weights with 60.0 MiB: cut it with dtype" in message
+    assert (
+        "the largest row is weights with 60.0 MiB: change dtype, or raise memory_fraction"
+        in message
+    )
     assert isinstance(caught.value, EngineError)
     assert isinstance(caught.value, RuntimeError)
 
 
 def test_the_row_that_fails_may_be_the_one_to_cut():
-    with pytest.raises(CapacityError, match=r"largest row is KV cache .* with kv_cache_tokens"):
+    with pytest.raises(CapacityError, match=r"largest row is KV cache .* change kv_cache_tokens,"):
         planned().plan("KV cache", 4000 * MIB, "kv_cache_tokens")
 
 

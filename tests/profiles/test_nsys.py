@@ -17,10 +17,10 @@ BASH = shutil.which("bash")
 pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
 
 
-def run(path, *arguments, cwd=ROOT, **environment):
+def run(path, *arguments, cwd=ROOT, script=SCRIPT, **environment):
     assert BASH is not None
     return subprocess.run(
-        [BASH, str(SCRIPT), *arguments],
+        [BASH, str(script), *arguments],
         env={"PATH": str(path), **environment},
         cwd=cwd,
         capture_output=True,
@@ -40,11 +40,16 @@ def test_without_nsys_it_says_what_to_install(tmp_path):
     assert "nsight-systems-cli" in result.stderr
 
 
-def test_arguments_go_on_and_graphs_are_traced_by_node(tmp_path):
+@pytest.fixture
+def path(tmp_path):
+    """A PATH whose nsys prints what it is given."""
     fake = tmp_path / "nsys"
     fake.write_text(f'#!{BASH}\nprintf "%s\\n" "$ENCORE_NVTX" "$PWD" "$@"\n')
     fake.chmod(0o755)
-    path = os.pathsep.join((str(tmp_path), os.environ["PATH"]))
+    return os.pathsep.join((str(tmp_path), os.environ["PATH"]))
+
+
+def test_arguments_go_on_and_graphs_are_traced_by_node(path, tmp_path):
     result = run(path, "--model", "a b", "--steps", "3", cwd=tmp_path, PYTHON="some-python")
     assert result.returncode == 0, result.stderr
     enabled, directory, profile, *options = result.stdout.splitlines()
@@ -61,6 +66,14 @@ def test_arguments_go_on_and_graphs_are_traced_by_node(tmp_path):
     assert "--cuda-graph-trace=node" in options
     assert "--capture-range=cudaProfilerApi" in options
     assert f"--output={tmp_path}/encore-steady" in options
+
+
+def test_from_its_own_folder_to_a_place_beside_it(path):
+    result = run(path, cwd=SCRIPT.parent, script=SCRIPT.name, OUTPUT="reports/steady")
+    assert result.returncode == 0, result.stderr
+    _, directory, _, *options = result.stdout.splitlines()
+    assert directory == str(ROOT)
+    assert f"--output={SCRIPT.parent}/reports/steady" in options
 
 
 def test_the_recorded_steps_are_replays():

@@ -272,3 +272,7 @@ def test_a_picture_from_a_result(ops, tmp_path, monkeypatch, capsys):
     step.main()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["benchmark"] == "step"
+    for wrong, said in ((picture.with_suffix(".foo"), "png"), (tmp_path / "no/a.png", "no such")):
+        monkeypatch.setattr("sys.argv", ["step", "--picture", str(wrong)])
+        with pytest.raises(SystemExit, match=said):  # before it asks for a GPU
+            step.main()
