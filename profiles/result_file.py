@@ -35,11 +35,16 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def _head() -> str:
-    command = ["git", "rev-parse", "HEAD"]
+    """The commit, and whether the code differs from it."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        changed = _git("status", "--porcelain", "--", ":/", ":!/profiles/results")
+        return _git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
     return result.stdout.strip()
 
 
