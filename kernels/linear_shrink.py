@@ -38,7 +38,7 @@ SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's
     do_not_specialize=[
         "num_tokens",
         "split_rows",
-        "segments",
+        "max_segments",
         "shrunk_rows",
         "blocks_per_split",
         "splits",
@@ -61,7 +61,7 @@ def _linear_shrink_kernel(
     arrivals,
     num_tokens,
     split_rows,
-    segments,
+    max_segments,
     shrunk_rows,
     blocks_per_split,
     splits,
@@ -86,7 +86,6 @@ def _linear_shrink_kernel(
     BLOCK_A: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     products: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * SPLITS
     places: tl.constexpr = STACK * ((MAX_RANK + BLOCK_R - 1) // BLOCK_R)
     product, shrink = tl.program_id(0), tl.program_id(0) - products
@@ -108,7 +107,7 @@ def _linear_shrink_kernel(
             num_segments,
             shrunk,
             arrivals,
-            segments,
+            max_segments,
             shrunk_rows,
             blocks_per_split,
             splits,
@@ -126,8 +125,10 @@ def _linear_shrink_kernel(
             BLOCK_P,
             BLOCK_R,
             BLOCK_A,
+            PDL,
         )
     else:
+        wait_for_inputs(PDL)
         linear_tile(
             x,
             weight,

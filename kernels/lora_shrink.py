@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.arrivals import arrives_last, check_arrivals, sum_in_order
+from kernels.dependent_launch import wait_for_inputs
 from kernels.lora_segments import as_weights, block_m_for, find_pairs, tile_count
 
 
@@ -25,7 +26,7 @@ def shrink_tile(
     num_segments,
     shrunk,  # float32[splits, T, stack * MAX_RANK]; the sums end in the first
     arrivals,  # int32, zero before and after: one for each place and tile
-    segments,
+    max_segments,
     shrunk_rows,
     blocks_per_split,
     splits,
@@ -43,49 +44,59 @@ def shrink_tile(
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_A: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """`place` counts the `places` tiles of BLOCK_R ranks through the slices, `tile` those of
     BLOCK_P pairs through the segments; splits take `blocks_per_split` blocks of BLOCK_A elements
-    of K."""
+    of K. Waits for `x` when it has read where things lie."""
     rank_tiles: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     stacked = place // rank_tiles
     first_rank = place % rank_tiles * BLOCK_R
     slot, first, end = find_pairs(
-        seg_indptr, weight_indices, num_segments, segments, tile, BLOCK_P, BLOCK_SEGMENTS, ONE_TILE
+        seg_indptr,
+        weight_indices,
+        num_segments,
+        max_segments,
+        tile,
+        BLOCK_P,
+        BLOCK_SEGMENTS,
+        ONE_TILE,
     )
-    # No early returns: a function that has them is not inlined.
-    if first < end:
-        entry = stacked * MAX_LORAS + slot
-        pairs = first + tl.arange(0, BLOCK_P)
-        # All of the tables in one wait, not one wait each.
-        rank = tl.load(lora_ranks + entry)
-        address = tl.load(a_ptrs + entry)
-        rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
-        if first_rank < rank:
-            a = as_weights(address, arena)
-            ranks = first_rank + tl.arange(0, BLOCK_R)
-            x_rows = x + rows[:, None] * X_STRIDE
-            a_rows = a + ranks[:, None] * K
-            first_k = split * blocks_per_split * BLOCK_A
-            last_k = tl.minimum(first_k + blocks_per_split * BLOCK_A, K)
-            acc = tl.zeros([BLOCK_P, BLOCK_R], tl.float32)
-            for start in range(first_k, last_k, BLOCK_A):
-                k = start + tl.arange(0, BLOCK_A)
-                x_mask, a_mask = (pairs < end)[:, None], (ranks < rank)[:, None]
-                if K % BLOCK_A != 0:
-                    x_mask, a_mask = x_mask & (k < K)[None, :], a_mask & (k < K)[None, :]
-                a_block = tl.load(a_rows + k[None, :], mask=a_mask, other=0.0)  # [BLOCK_R, BLOCK_A]
-                x_block = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)  # [BLOCK_P, BLOCK_A]
-                if x_block.dtype != a_block.dtype:
-                    x_block, a_block = x_block.to(tl.float32), a_block.to(tl.float32)
-                acc = tl.dot(x_block, tl.trans(a_block), acc, input_precision="ieee")
-            sums = shrunk + rows[:, None] * SHRUNK_STRIDE + (stacked * MAX_RANK + ranks)[None, :]
-            split_stride = shrunk_rows.to(tl.int64) * SHRUNK_STRIDE
-            mask = (pairs < end)[:, None] & (ranks < rank)[None, :]
-            tl.store(sums + split * split_stride, acc, mask=mask)
-            if splits > 1:  # noqa: SIM102 - `and` would count the arrival either way
-                if arrives_last(arrivals + tile * places + place, splits):
-                    tl.store(sums, sum_in_order(sums, mask, splits, split_stride), mask=mask)
+    there = first < end
+    entry = tl.where(there, stacked * MAX_LORAS + slot, 0)
+    pairs = first + tl.arange(0, BLOCK_P)
+    # All of the tables in one wait, not one wait each; that one passes while the kernel before
+    # ends.
+    rank = tl.load(lora_ranks + entry, mask=there, other=0)
+    address = tl.load(a_ptrs + entry, mask=there, other=0)
+    rows = tl.load(pair_row + pairs, mask=pairs < end, other=0).to(tl.int64)
+    wait_for_inputs(PDL)
+    # No early return: a function that has one is not inlined.
+    if first_rank < rank:
+        a = as_weights(address, arena)
+        ranks = first_rank + tl.arange(0, BLOCK_R)
+        x_rows = x + rows[:, None] * X_STRIDE
+        a_rows = a + ranks[:, None] * K
+        first_k = split * blocks_per_split * BLOCK_A
+        last_k = tl.minimum(first_k + blocks_per_split * BLOCK_A, K)
+        acc = tl.zeros([BLOCK_P, BLOCK_R], tl.float32)
+        for start in range(first_k, last_k, BLOCK_A):
+            k = start + tl.arange(0, BLOCK_A)
+            x_mask, a_mask = (pairs < end)[:, None], (ranks < rank)[:, None]
+            if K % BLOCK_A != 0:
+                x_mask, a_mask = x_mask & (k < K)[None, :], a_mask & (k < K)[None, :]
+            a_block = tl.load(a_rows + k[None, :], mask=a_mask, other=0.0)  # [BLOCK_R, BLOCK_A]
+            x_block = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)  # [BLOCK_P, BLOCK_A]
+            if x_block.dtype != a_block.dtype:
+                x_block, a_block = x_block.to(tl.float32), a_block.to(tl.float32)
+            acc = tl.dot(x_block, tl.trans(a_block), acc, input_precision="ieee")
+        sums = shrunk + rows[:, None] * SHRUNK_STRIDE + (stacked * MAX_RANK + ranks)[None, :]
+        split_stride = shrunk_rows.to(tl.int64) * SHRUNK_STRIDE
+        mask = (pairs < end)[:, None] & (ranks < rank)[None, :]
+        tl.store(sums + split * split_stride, acc, mask=mask)
+        if splits > 1:  # noqa: SIM102 - `and` would count the arrival either way
+            if arrives_last(arrivals + tile * places + place, splits):
+                tl.store(sums, sum_in_order(sums, mask, splits, split_stride), mask=mask)
 
 
 def rank_block(max_rank: int) -> int:
@@ -128,7 +139,7 @@ def shrink_arguments(
     block_p = block_m_for(num_tokens)
     block_a = 32 if wide else 128 if block_p == 16 else 64
     return {
-        "segments": min(num_tokens, max_loras),
+        "max_segments": min(num_tokens, max_loras),
         "shrunk_rows": shrunk.stride(0) // shrunk.stride(1),
         "blocks_per_split": triton.cdiv(triton.cdiv(in_features, block_a), shrunk.shape[0]),
         "splits": shrunk.shape[0],

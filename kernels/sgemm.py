@@ -41,7 +41,7 @@ from kernels.op import define_op
 
 
 @triton.jit(
-    do_not_specialize=["segments", "shrunk_rows", "blocks_per_split", "splits"],
+    do_not_specialize=["max_segments", "shrunk_rows", "blocks_per_split", "splits"],
     do_not_specialize_on_alignment=TABLES,
 )
 def _sgemm_a_kernel(
@@ -55,7 +55,7 @@ def _sgemm_a_kernel(
     num_segments,
     shrunk,
     arrivals,
-    segments,
+    max_segments,
     shrunk_rows,
     blocks_per_split,
     splits,
@@ -71,7 +71,6 @@ def _sgemm_a_kernel(
     BLOCK_A: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     shrink_tile(
         x,
         arena,
@@ -83,7 +82,7 @@ def _sgemm_a_kernel(
         num_segments,
         shrunk,
         arrivals,
-        segments,
+        max_segments,
         shrunk_rows,
         blocks_per_split,
         splits,
@@ -101,10 +100,11 @@ def _sgemm_a_kernel(
         BLOCK_P,
         BLOCK_R,
         BLOCK_A,
+        PDL,
     )
 
 
-@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=TABLES)
+@triton.jit(do_not_specialize=["max_segments"], do_not_specialize_on_alignment=TABLES)
 def _sgemm_b_kernel(
     shrunk,
     arena,
@@ -116,7 +116,7 @@ def _sgemm_b_kernel(
     pair_row,
     num_segments,
     y,
-    segments,
+    max_segments,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -143,7 +143,14 @@ def _sgemm_b_kernel(
     tile_n -= tl.where(third, tiles0 + tiles1, tl.where(second, tiles0, 0))
     tile = tl.program_id(1)
     slot, first, end = find_pairs(
-        seg_indptr, weight_indices, num_segments, segments, tile, BLOCK_M, BLOCK_SEGMENTS, ONE_TILE
+        seg_indptr,
+        weight_indices,
+        num_segments,
+        max_segments,
+        tile,
+        BLOCK_M,
+        BLOCK_SEGMENTS,
+        ONE_TILE,
     )
     if first >= end:
         return

@@ -57,6 +57,7 @@ CONSTANT = {
     "weight",
     "cos_sin",
     "arena",
+    "a_ptrs",
     "b_ptrs",
     "lora_ranks",
     "scalings",
@@ -73,6 +74,7 @@ LAUNCHES_AGO = {
     "seg_indptr",
     "weight_indices",
     "num_segments",
+    "pair_row",
     "block_tables",
     "row_request",
     "seq_lens",
@@ -201,8 +203,8 @@ def _early_reads(name: str, functions: dict[str, ast.FunctionDef]) -> set[str]:
     left out by their names."""
     reads = {read.removesuffix("_ptr") for read in _Reads(functions[name], functions).found}
     reads = {{"tables": "block_tables"}.get(read, read) for read in reads}
-    numbers = ("stride", "num_tokens", "max_segments", "max_position", "window", "min_tiles")
-    return {read for read in reads if not read.endswith(numbers)}
+    numbers = ("num_tokens", "max_segments", "max_position", "window", "min_tiles", "splits")
+    return {read for read in reads if not read.endswith(("stride", *numbers))}
 
 
 def _takes_pdl(name: str, functions: dict[str, ast.FunctionDef]) -> bool:
