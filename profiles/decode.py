@@ -7,11 +7,11 @@ those of the experts that its tokens chose. So a step is judged by the bytes it 
 read bandwidth that this card was just measured to have.
 
 A request is 128 random tokens of prompt, greedy, end tokens ignored. A step's time is
-(time of 288 tokens - time of 32) / 256, the quickest of three of either, through
-`Engine.generate`, so host work counts; "replay" is the same step's graph replayed alone, back to
-back, at a shorter context. `--adapters` are the cases of `profiles/shape_engine.py`. On a GPU the
-last columns are what `profiles/peers.py` holds: the goal, and what vLLM and two versions of SGLang
-take on an H200.
+(time of 288 tokens - time of 32) / 256, either from when the last row has its first token and the
+quickest of three, through `Engine.generate`, so host work counts; "replay" is the same step's graph
+replayed alone, back to back, at a shorter context. `--adapters` are the cases of
+`profiles/shape_engine.py`. On a GPU the last columns are what `profiles/peers.py` holds: the goal,
+and what vLLM and two versions of SGLang take on an H200.
 """
 
 import argparse
@@ -154,13 +154,13 @@ def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
 
     def seconds(tokens: int) -> float:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        start = time.perf_counter()
-        engine.generate(prompts, params, names)
-        return time.perf_counter() - start
+        metrics = [output.metrics for output in engine.generate(prompts, params, names)]
+        # Without the prompts: those of a large batch take as long as a hundred steps, and what
+        # differs in them from run to run would be taken for steps.
+        start = max(request.first_token_time or 0.0 for request in metrics)
+        return max(request.finished_time or 0.0 for request in metrics) - start
 
     seconds(8)  # adapters become resident, the allocator settles
-    # The prompts of a large batch take as long as a hundred steps, and what differs in them from
-    # run to run would be taken for steps: so the quickest of either kind.
     times = [(seconds(LONG), seconds(SHORT)) for _ in range(REPEATS)]
     longest, shortest = map(min, zip(*times, strict=True))
     return (longest - shortest) / (LONG - SHORT) * 1e3
