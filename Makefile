@@ -11,7 +11,7 @@ TORCH_INDEX ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Named after the build of torch, so that another one is installed when it is asked for.
-INSTALLED := $(VENV)/.installed-$(subst /,_,$(subst :,_,$(TORCH)$(TORCH_INDEX)))
+INSTALLED := $(VENV)/.installed-$(shell printf %s '$(TORCH) $(TORCH_INDEX)' | cksum | cut -d' ' -f1)
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 MOE_MODEL := .models/SmolLM2-135M-Instruct-4x2
 
@@ -35,8 +35,7 @@ check: lint test
 
 # torch first and by itself: the packages after it must not choose another build of it.
 $(INSTALLED): pyproject.toml
-	rm -f $(VENV)/.installed*
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[test,lint,train]"

@@ -60,7 +60,8 @@ def open_checkpoint(
     """
     path = check_path("model", model)
     wanted = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and wanted not in DTYPES.values():
+    known = isinstance(wanted, torch.dtype) and wanted in DTYPES.values()
+    if dtype is not None and not known:
         raise RequestError(f"dtype={shown(dtype)}; accepted: {', '.join(map(repr, DTYPES))}")
     try:
         checkpoint = _open(path)

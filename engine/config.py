@@ -180,9 +180,10 @@ class EngineConfig:
 
 def check_path(name: str, value: object) -> Path:
     """`value` as a path, or RequestError naming the argument."""
-    if not isinstance(value, str | os.PathLike) or not str(value):
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
         raise RequestError(f"{name}={shown(value)} is not a path")
-    return Path(value)
+    return Path(path)
 
 
 def check_adapters(adapters: Any) -> Mapping[str, Any]:

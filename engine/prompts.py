@@ -38,8 +38,11 @@ def as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
 
 
 def _listed(items: Any) -> Any:
-    """A tensor or an array as the list that it is."""
-    return items.tolist() if hasattr(items, "tolist") else items
+    """A tensor or an array as the list that it is; what cannot be listed as it is."""
+    try:
+        return items.tolist() if hasattr(items, "tolist") else items
+    except (TypeError, RuntimeError):  # a class, a tensor without elements in memory
+        return items
 
 
 def one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:

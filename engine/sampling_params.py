@@ -58,6 +58,9 @@ class SamplingParams:
                 raise RequestError(f"SamplingParams was given {name!r} twice")
         return super().__new__(cls)
 
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = None  # type: ignore[attr-defined]
+
     def __post_init__(self) -> None:
         self._whole("n", 1, 1024)
         self._whole("max_tokens", 1, INT32_MAX)

@@ -242,7 +242,7 @@ def linear_shrink_triton(
 
     Only where `linear_config` gives the own kernel; raises AssertionError elsewhere, and on
     shapes, dtypes or strides that either op refuses. Reads N·K weights and the A of each slot in
-    use.
+    use. Tables and segments must be two launches old, as `sgemm_a`'s.
     """
     config = linear_config(x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device)
     assert config is not None, (

@@ -218,7 +218,8 @@ def sgemm_a_triton(
     ranges of K, leaves a partial sum in out[i] and counts itself in `arrivals`, int32 of
     `shrink_arrivals` elements at least, which must hold zeros and does so again afterwards; the
     last to arrive, whichever it is, adds the partials up in their order. Products in x's dtype
-    where A has the same, else in float32; all sums in float32.
+    where A has the same, else in float32; all sums in float32. Tables and segments must be two
+    launches old (`dependent_launch`).
     """
     check_segments(
         x,

@@ -51,8 +51,8 @@ class Budget:
         raise CapacityError(
             f"{name}: {planned_bytes / MIB:.1f} MiB needed and {left / MIB:.1f} MiB of "
             f"{self.total_bytes / MIB:.1f} MiB left; the largest row is {largest.name} with "
-            f"{largest.planned_bytes / MIB:.1f} MiB: change {largest.knob}, or raise "
-            f"memory_fraction\n{self.table()}"
+            f"{largest.planned_bytes / MIB:.1f} MiB: change {largest.knob}, or memory_fraction if "
+            f"that is below 1\n{self.table()}"
         )
 
     @property

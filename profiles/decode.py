@@ -16,6 +16,7 @@ and what vLLM and two versions of SGLang take on an H200.
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,11 +155,13 @@ def _step_ms(engine: Engine, batch: int, names: list[str | None]) -> float:
 
     def seconds(tokens: int) -> float:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        metrics = [output.metrics for output in engine.generate(prompts, params, names)]
+        outputs = engine.generate(prompts, params, names)
+        for error in (output.error for output in outputs if output.error):
+            raise error
         # Without the prompts: those of a large batch take as long as a hundred steps, and what
         # differs in them from run to run would be taken for steps.
-        start = max(request.first_token_time or 0.0 for request in metrics)
-        return max(request.finished_time or 0.0 for request in metrics) - start
+        start = max(output.metrics.first_token_time or math.inf for output in outputs)
+        return max(output.metrics.finished_time or math.nan for output in outputs) - start
 
     seconds(8)  # adapters become resident, the allocator settles
     times = [(seconds(LONG), seconds(SHORT)) for _ in range(REPEATS)]

@@ -19,8 +19,10 @@ fi
 
 output=${OUTPUT:-encore-steady}
 [[ $output == /* ]] || output=$PWD/$output
-[[ ${BASH_SOURCE[0]} == */* ]] && cd "${BASH_SOURCE[0]%/*}"
-cd ..
+python=${PYTHON:-python}
+[[ $python != */* || $python == /* ]] || python=$PWD/$python
+script=$(readlink -f -- "${BASH_SOURCE[0]}")
+cd -- "${script%/*}/.."
 
 ENCORE_NVTX=1 exec nsys profile \
     --trace=cuda,nvtx \
@@ -31,4 +33,4 @@ ENCORE_NVTX=1 exec nsys profile \
     --cpuctxsw=none \
     --force-overwrite=true \
     --output="$output" \
-    "${PYTHON:-python}" -m profiles.steady "$@"
+    "$python" -m profiles.steady "$@"

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+CODE = Path(__file__).parent
+RESULTS = CODE / "results"
 
 
 def provenance(commit: str | None) -> dict[str, Any]:
@@ -37,14 +38,16 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 def _head() -> str:
     """The commit, and whether the code differs from it."""
     try:
-        changed = _git("status", "--porcelain", "--", ":/", ":!/profiles/results")
+        everything = ("--porcelain", "--untracked-files=normal", "--", ":/", ":!/profiles/results")
+        changed = _git("status", *everything)
         return _git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def _git(*arguments: str) -> str:
-    result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+    command = ["git", "-C", str(CODE), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     return result.stdout.strip()
 
 

@@ -41,9 +41,13 @@ def check_picture(path: Path) -> None:
         raise SystemExit(
             "--picture needs matplotlib: pip install -e '.[plot]', or pip install matplotlib"
         ) from None
-    known = FigureCanvasBase.get_supported_filetypes()
+    known = FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"}  # which needs TeX
     if path.suffix.removeprefix(".").lower() not in known:
-        raise SystemExit(f"--picture {path}: accepted: a name that ends in {', '.join(known)}")
+        raise SystemExit(
+            f"--picture {path}: accepted: a name that ends in {', '.join(sorted(known))}"
+        )
+    if path.is_dir():
+        raise SystemExit(f"--picture {path}: a directory")
     if not path.parent.is_dir():
         raise SystemExit(f"--picture {path}: no such directory: {path.parent}")
 

@@ -241,3 +241,10 @@ def test_help_shows_what_it_takes():
     parameters = inspect.signature(SamplingParams).parameters
     assert list(parameters) == [field.name for field in fields(SamplingParams)]
     assert parameters["temperature"].default == 1.0
+
+    class Other(SamplingParams):
+        def __init__(self, heat):
+            super().__init__(temperature=heat)
+
+    assert list(inspect.signature(Other.__init__).parameters) == ["self", "heat"]
+    assert "top_p" not in inspect.signature(Other).parameters

@@ -76,6 +76,18 @@ def test_from_its_own_folder_to_a_place_beside_it(path):
     assert f"--output={SCRIPT.parent}/reports/steady" in options
 
 
+def test_by_a_link_beside_a_python(path, tmp_path):
+    link = tmp_path / "record"
+    link.symlink_to(SCRIPT)
+    (tmp_path / "profiles").mkdir()
+    environment = {"PYTHON": "bin/python", "CDPATH": str(tmp_path)}
+    result = run(path, cwd=tmp_path, script=link, **environment)
+    assert result.returncode == 0, result.stderr
+    _, directory, *options = result.stdout.splitlines()
+    assert directory == str(ROOT)
+    assert f"{tmp_path}/bin/python" in options
+
+
 def test_the_recorded_steps_are_replays():
     with tiny_batch(tokens=40) as running:
         replays = running.engine.stats().replays
