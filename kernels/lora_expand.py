@@ -3,8 +3,8 @@
 Two ways, by kernel and shapes alone. Row by row, which few rows always are, a program holds some
 columns of one row and reads that row's own B, on the ordinary cores. By tiles, for more rows, it
 holds rows of one slot, which read B once, on the tensor cores, and tiles of the rows without
-adapter come after those of the slots. A row's
-result depends on its own inputs, its adapter and T, never on its neighbours, its slot or its place.
+adapter come after those of the slots. A row's result depends on its own inputs, its adapter and
+T, never on its neighbours, its slot or its place.
 
 Of its B a program asks for the first ranks before the base product is complete: `first_ranks`
 comes before `wait_for_inputs`. After it come `row_sums`, `row_product` and `row_delta`, or
@@ -22,8 +22,12 @@ from kernels.lora_segments import as_weights, find_pairs
 @triton.jit
 def find_slice(b_ptrs, lora_ranks, scalings, slot, stacked, MAX_LORAS: tl.constexpr):
     """(address of B, rank, scaling) of one slice of `slot`; rank 0 for slot -1."""
-    entry = stacked * MAX_LORAS + slot
-    known = slot >= 0
+    return slice_at(b_ptrs, lora_ranks, scalings, stacked * MAX_LORAS + slot, slot >= 0)
+
+
+@triton.jit
+def slice_at(b_ptrs, lora_ranks, scalings, entry, known):
+    """The same at `entry` of the tables; rank 0 unless `known`."""
     rank = tl.load(lora_ranks + entry, mask=known, other=0)
     address = tl.load(b_ptrs + entry, mask=known, other=0)
     scaling = tl.load(scalings + entry, mask=known, other=0.0)

@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.activation import KINDS, activate, gated_activation_torch
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_arguments import NO_LORA
-from kernels.lora_expand import first_ranks, row_delta, row_product, row_sums
+from kernels.lora_expand import first_ranks, row_delta, row_product, row_sums, slice_at
 from kernels.lora_segments import weight_view
 from kernels.moe_lora_pairs import (
     PAIR_TABLES,
@@ -23,15 +23,6 @@ from kernels.moe_lora_pairs import (
 from kernels.op import define_op
 
 MANY_PAIRS = 512  # above, programs hide each other's waits, and registers are what is short
-
-
-@triton.jit
-def _find_slice(b_ptrs, lora_ranks, scalings, entry, known, enabled):
-    """(address of B, rank, scaling) at `entry` of the tables; rank 0 unless `known` and enabled."""
-    rank = tl.load(lora_ranks + entry, mask=known, other=0)
-    address = tl.load(b_ptrs + entry, mask=known, other=0)
-    scaling = tl.load(scalings + entry, mask=known, other=0.0)
-    return address, tl.where(enabled != 0, rank, 0), scaling
 
 
 @triton.jit(do_not_specialize_on_alignment=PAIR_TABLES)
@@ -73,10 +64,10 @@ def _moe_lora_gate_up_kernel(
     enabled = tl.load(adapter_enabled + slot, mask=known, other=0)
     gate_entry = slot * NUM_EXPERTS + expert
     up_entry = gate_entry + MAX_LORAS * NUM_EXPERTS
-    gate_b, gate_rank, gate_scaling = _find_slice(
-        b_ptrs, lora_ranks, scalings, gate_entry, known, enabled
-    )
-    up_b, up_rank, up_scaling = _find_slice(b_ptrs, lora_ranks, scalings, up_entry, known, enabled)
+    gate_b, gate_rank, gate_scaling = slice_at(b_ptrs, lora_ranks, scalings, gate_entry, known)
+    gate_rank = tl.where(enabled != 0, gate_rank, 0)
+    up_b, up_rank, up_scaling = slice_at(b_ptrs, lora_ranks, scalings, up_entry, known)
+    up_rank = tl.where(enabled != 0, up_rank, 0)
     gate_pair, up_pair = pair, pair
     if outer_ranks is not None:
         first = pair // TOP_K * TOP_K

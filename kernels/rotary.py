@@ -253,11 +253,10 @@ def rotary_kv_write_triton(
 
     One program a token and group of heads, which reads its part of that token's B. Moves
     2 · T · (Hq + 2 Hkv) · D elements, and rank · (Hq + 2 Hkv) · D of B for each row with an
-    adapter. As the LoRA arguments but `shrunk`, positions and kv_slots must be two launches
-    old. Raises
-    AssertionError on other shapes, dtypes or strides. Method: Su et al., "RoFormer" (2021), with
-    the pairs (i, i + D/2) of GPT-NeoX; norm of heads: Henry et al., "Query-Key Normalization for
-    Transformers" (2020), in its RMS form.
+    adapter. As the LoRA arguments but `shrunk`, positions and kv_slots must be two launches old.
+    Raises AssertionError on other shapes, dtypes or strides. Method: Su et al., "RoFormer" (2021),
+    with the pairs (i, i + D/2) of GPT-NeoX; norm of heads: Henry et al., "Query-Key Normalization
+    for Transformers" (2020), in its RMS form.
     """
     weights = (q_norm_weight, k_norm_weight)
     indices = (positions, kv_slots)
