@@ -199,9 +199,9 @@ def _whole_numbers(value: Any) -> tuple[int, ...]:
     try:
         sizes = tuple(value)
     except TypeError:
-        sizes = (None,)
+        sizes = None
+    if sizes is None or any(isinstance(s, bool) or not isinstance(s, int) for s in sizes):
+        raise RequestError(f"graph_batch_sizes={shown(value)} is not a list of whole numbers")
     if not sizes:
         raise RequestError(f"graph_batch_sizes={shown(value)} is empty; accepted: None, or sizes")
-    if any(isinstance(s, bool) or not isinstance(s, int) for s in sizes):
-        raise RequestError(f"graph_batch_sizes={shown(value)} is not a list of whole numbers")
     return sizes

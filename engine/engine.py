@@ -70,9 +70,7 @@ class Engine:
         if self.device.type == "cuda":
             check_compiler(compiler())
         self._trace = Trace(self.config.nvtx)
-        checkpoint = (
-            model if isinstance(model, Checkpoint) else open_checkpoint(check_path("model", model))
-        )
+        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         settings = Settings.of(self.config, checkpoint, self.device, tokenizer)
         self.architecture = checkpoint.architecture
         self.dtype = settings.dtype

@@ -134,7 +134,7 @@ HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         ({"weight_bytes": 2**50}, "weights", "dtype"),
         ({"lora_memory_bytes": 2**50}, "adapters", "lora_memory_bytes"),
         ({"kv_cache_tokens": 2**40}, "KV cache", "kv_cache_tokens"),
-        ({"weight_bytes": HOST_BYTES // 2, "memory_fraction": 0.4}, "weights", "memory_fraction"),
+        ({"weight_bytes": HOST_BYTES // 2, "memory_fraction": 0.4}, "weights", "dtype"),
     ],
 )
 def test_a_shortfall_names_the_row_and_the_knob(changes, row, knob):
@@ -143,7 +143,9 @@ def test_a_shortfall_names_the_row_and_the_knob(changes, row, knob):
     first_line = str(caught.value).splitlines()[0]
     assert first_line.startswith(f"{row}: ")
     assert f"the largest row is {row}" in first_line
-    assert knob in first_line.split(": change ")[1]
+    changed, fraction = first_line.split(": change ")[1].split(", or memory_fraction")
+    assert knob in changed
+    assert fraction == " if that is below 1"
 
 
 def test_a_large_batch_is_the_tables_row_to_cut():
