@@ -14,12 +14,14 @@ import torch
 from engine.decoder_weights import Projection
 from engine.side_branch import SideBranch
 from kernels.linear import linear
-from kernels.linear_config import linear_config
+from kernels.linear_arrangement import splits_in_launch
+from kernels.linear_config import MAX_ROWS, card, linear_config
 from kernels.linear_shrink import linear_shrink
 from kernels.lora_arguments import NO_LORA
 from kernels.lora_gather import lora_gather
 from kernels.lora_metadata import lora_metadata
 from kernels.lora_segments import shrink_split_k
+from kernels.partials import splits_of
 from kernels.sgemm import sgemm_a, sgemm_b
 from memory.adapter_tables import AdapterTables, LinearTables
 from memory.lora_batch_info import LoRABatchInfo
@@ -129,29 +131,36 @@ class LoRADelta:
         same launch where the product is our own, else beside the product, which is what goes on
         the branch: so it comes first to the multiprocessors, and x Aᵀ to what room it leaves."""
         tokens, width = x.shape[0], len(projection.slice_sizes) * self.max_rank
-        splits = shrink_split_k(tokens, x.shape[1]) if x.is_cuda else 1
-        shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
         info, weight, bias = self.info, projection.weight, projection.bias
-        adapters = (
-            self.arena,
-            tables.a_ptrs,
-            tables.lora_ranks,
-            info.seg_indptr,
-            info.weight_indices,
-            info.pair_row,
-            info.num_segments,
-            self.max_rank,
-            shrunk,
-            self.arrivals,
-        )
-        if not x.is_cuda or linear_config(tokens, *weight.shape, x.dtype, x.device):
-            linear_shrink(x, weight, bias, out, *adapters)
+        in_launch = self._splits_in_launch(x, weight, tables, out)
+        splits = in_launch or shrink_split_k(tokens, x.shape[1])
+        shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
+        adapters = (self.arena, tables.a_ptrs, tables.lora_ranks)
+        segments = (info.seg_indptr, info.weight_indices, info.pair_row, info.num_segments)
+        result = (self.max_rank, shrunk, self.arrivals)
+        if in_launch:
+            linear_shrink(x, weight, bias, out, *adapters, *segments, info.row_slot, *result)
             return shrunk[0]
         with self.side.forked():
             linear(x, weight, bias, out)
-        sgemm_a(x, *adapters)
+        sgemm_a(x, *adapters, *segments, *result)
         self.side.join()
         return shrunk[0]
+
+    def _splits_in_launch(
+        self, x: torch.Tensor, weight: torch.Tensor, tables: LinearTables, out: torch.Tensor
+    ) -> int:
+        """Of an x Aᵀ in the launch of its product; 0 where it has a launch of its own."""
+        if not x.is_cuda:
+            return 1
+        tokens, (out_features, in_features) = x.shape[0], weight.shape
+        if tokens > MAX_ROWS and self.arena.dtype != x.dtype:
+            return 0
+        shape = (tokens, out_features, in_features)
+        config = linear_config(*shape, x.dtype, x.device)
+        stack, max_loras = tables.a_ptrs.shape
+        slots = (stack, max_loras, self.max_rank)
+        return splits_in_launch(config, *shape, splits_of(out), *slots, card(x.device))
 
     def _gather(
         self, x: torch.Tensor, tables: LinearTables, sizes: list[int], out: torch.Tensor

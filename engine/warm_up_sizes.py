@@ -10,9 +10,14 @@ from collections.abc import Collection, Iterable
 
 from engine.decoder_weights import Projection
 from engine.expert_delta import MAX_PAIRWISE
+from kernels.linear_arrangement import (
+    arranged,
+    product_programs,
+    rank_programs,
+    splits_in_launch,
+)
 from kernels.linear_config import ROW_BLOCKS, ROW_BUCKETS, card, linear_config
-from kernels.linear_shrink import arranged, product_programs
-from kernels.lora_segments import ROW_REGIMES, row_regime, shrink_split_k
+from kernels.lora_segments import ROW_REGIMES, row_regime
 from kernels.lora_shrink import shrink_programs
 from kernels.moe_gemm_config import PAIRS_AN_EXPERT
 from kernels.moe_gemm_shrink import MAX_SHARED_PAIRS
@@ -50,13 +55,21 @@ def product_sizes(
             config = linear_config(rows, out_features, in_features, weight.dtype, weight.device)
             if config is None:
                 continue
-            parts = shrink_split_k(rows, in_features)
-            shrinks = shrink_programs(rows, stack, max_loras, max_rank, parts)
-            for splits in {1, config.splits}:  # where the result may be left in partials
-                products = product_programs(config, out_features, splits)
-                way = arranged(config, products, shrinks, card(weight.device))
-                variant = (way.config, way.shrink_first, row_regime(rows))
-                largest[stack, out_features, in_features, splits, variant] = rows
+            at = card(weight.device)
+            for partials in {1, config.splits}:  # where the result may be left in partials
+                shape = (rows, out_features, in_features)
+                slots = (stack, max_loras, max_rank)
+                splits = splits_in_launch(config, *shape, partials, *slots, at)
+                if splits == 0:
+                    continue
+                products = product_programs(config, out_features, partials)
+                for way, shrinks in (
+                    ("triton", shrink_programs(rows, *slots, splits)),
+                    ("hopper", rank_programs(config, rows, *slots, splits)),
+                ):
+                    launch = arranged(config, products, shrinks, at)
+                    variant = (way, launch.config, launch.shrink_first, row_regime(rows))
+                    largest[stack, out_features, in_features, partials, variant] = rows
     return sorted(set(largest.values()))
 
 

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.hopper_linear import is_for_hopper, launch_hopper_linear
 from kernels.linear_config import LinearConfig, linear_config
 from kernels.op import FLOATS, define_op
+from kernels.partials import rows_a_split, splits_of
 
 
 @triton.jit
@@ -162,15 +164,6 @@ def tile_arguments(
     }
 
 
-def splits_of(out: torch.Tensor) -> int:
-    return 1 if out.dim() == 2 else out.shape[0]
-
-
-def rows_a_split(out: torch.Tensor) -> int:
-    """How far apart partials lie, in rows of `out`."""
-    return 0 if out.dim() == 2 else out.stride(0) // out.stride(1)
-
-
 def launch_linear(
     config: LinearConfig,
     x: torch.Tensor,
@@ -181,6 +174,9 @@ def launch_linear(
     """`linear_triton` by the own kernel in a given configuration; `out` says how many splits."""
     check_linear(x, weight, bias, out)
     assert x.shape[0] <= config.block_m, f"{x.shape[0]} rows, but tiles of {config.block_m}"
+    if is_for_hopper(config, x, weight):
+        launch_hopper_linear(config, x, weight, bias, out)
+        return
     _linear_kernel[(triton.cdiv(weight.shape[0], config.block_n) * splits_of(out),)](
         x,
         weight,

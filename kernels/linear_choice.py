@@ -6,11 +6,9 @@ and how good the library is for a shape only a measurement says. Each shape is m
 card, the answer kept in a `ChoiceFile`: rows have the bits of what was chosen, so whoever finds
 the file takes the same.
 
-What is measured is the product alone. In a step the kernel after the own one comes up while that
-ends, which made it 5 % quicker at 128 rows on an H200 (N = 28672) and always the better one at up
-to 64; but more rows than that with x A^T in the same launch cost up to 12 us more than the library
-with x A^T beside it (N = 4096 and 6144). The rule knows both, so it is left for the other kernel
-only where that is clearly faster.
+What is measured is the product alone. In a step the own kernel reads weights while the one before
+it ends, the one after it comes up while it ends, and x A^T has room in its launch. The rule knows
+this, so it is left for the library only where that is clearly faster.
 """
 
 import itertools
@@ -26,9 +24,11 @@ import triton
 from kernels.choice_file import ChoiceFile
 from kernels.linear import launch_linear, linear_torch
 from kernels.linear_config import (
+    HOPPER,
     LINEAR_TABLE,
     MAX_ROWS,
     MIN_CAPABILITY,
+    MOST_STAGES,
     VECTOR,
     Card,
     LinearConfig,
@@ -49,8 +49,11 @@ READ_BANDWIDTH = 4e12  # bytes a second, at which what reads partials reads them
 SPLITS = (1, 2, 4)
 MIN_SPLIT_K = 512
 SHALLOW = 4  # stages that do where tiles follow one another: their loads overlap anyway
-_FEW_ROWS = ((64, 128, 4, 5), (64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 8, 5))
-_MANY_ROWS = ((128, 64, 8, 5),)
+_Tiles = tuple[tuple[int, int, int, int], ...]
+_FEW_ROWS: _Tiles = ((64, 128, 4, 5), (64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 8, 5))
+_MANY_ROWS: _Tiles = ((128, 64, 8, 5),)
+_HOPPER_FEW_ROWS: _Tiles = ((64, 128, 4, MOST_STAGES), (64, 128, 4, 3), (128, 64, 8, MOST_STAGES))
+_HOPPER_MANY_ROWS: _Tiles = ((64, 64, 4, MOST_STAGES), (128, 64, 4, MOST_STAGES))
 """Tiles to try: block_n, block_k, warps, stages."""
 
 
@@ -109,9 +112,12 @@ class Timer(Protocol):
 
 
 def ruled(product: Product, card: Card, takes_partials: bool) -> LinearConfig | None:
-    """What `tiles_for` says, without splits where nobody takes partials."""
+    """What `tiles_for` says, without splits where nobody takes partials; with many rows the
+    library then, for it splits K on its own."""
     rule = tiles_for(product.rows, product.out_features, product.in_features, card)
-    return rule if rule is None or takes_partials else replace(rule, splits=1)
+    if rule is None or takes_partials or rule.splits == 1:
+        return rule
+    return replace(rule, splits=1) if product.rows <= MAX_ROWS else None
 
 
 def candidates(product: Product, card: Card, takes_partials: bool) -> list[LinearConfig]:
@@ -123,7 +129,10 @@ def candidates(product: Product, card: Card, takes_partials: bool) -> list[Linea
     rule = ruled(product, card, takes_partials)
     found = [] if rule is None else [rule]
     block_m = max(16, product.rows)
-    tiles = _FEW_ROWS if product.rows <= MAX_ROWS else _MANY_ROWS
+    few, many = (_FEW_ROWS, _MANY_ROWS)
+    if card.capability == HOPPER:
+        few, many = (_HOPPER_FEW_ROWS, _HOPPER_MANY_ROWS)
+    tiles = few if product.rows <= MAX_ROWS else many
     for tile, splits in itertools.product(tiles, SPLITS if takes_partials else (1,)):
         block_n, block_k, num_warps, num_stages = tile
         programs = triton.cdiv(width, block_n) * splits

@@ -4,7 +4,7 @@ vendor's library.
 `linear_config` alone decides, from shapes, dtype and device: by what `linear_choice` measured on
 the card in hand, and by a rule, `tiles_for`, where nothing was. Few rows are bound by reading the
 weight: what counts is how many bytes are in flight and how evenly tiles fill the card. Above
-`MAX_ROWS` the library is mostly the faster one.
+`MAX_ROWS` reading the rows once for every tile counts as much, and the library does well too.
 """
 
 import threading
@@ -21,8 +21,11 @@ ROW_BLOCKS = (16, 32, 64, 128)
 beside x A^T (`linear_shrink.arranged`)."""
 BLOCK_N, BLOCK_K, NUM_WARPS = 64, 128, 4
 MIN_SPLIT_K = 1024
+FILLED = 0.6  # of the multiprocessors that have a program: with fewer, K is split
 VECTOR = 8  # 16-bit elements in 16 bytes
 MIN_CAPABILITY = (9, 0)
+HOPPER = (9, 0)  # where products are `hopper_linear`'s
+MOST_STAGES = 16  # there, which has them in shared memory alone: as many as fit
 ROW_BUCKETS = (1, *ROW_BLOCKS)  # numbers of rows up to which one choice holds
 
 
@@ -69,7 +72,7 @@ class Card:
         return replace(config, num_stages=max(1, min(config.num_stages, stages)))
 
 
-H200 = Card((9, 0), 132, 227 * 1024)
+H200 = Card(HOPPER, 132, 227 * 1024)
 
 
 @cache
@@ -89,25 +92,56 @@ def tiles_for(
     """The own kernel's tiles of 16-bit products on `card`; None where the library is faster.
 
     Splits: programs for most multiprocessors, each with K enough to fill its pipeline. Stages:
-    deep where a multiprocessor has a tile or two; where many follow one another their loads
-    overlap anyway. Measured on an H200 at 1, 8 and 32 rows, N from 2048 to 128256.
+    on Hopper all that fit; elsewhere deep where a multiprocessor has a tile or two, for where many
+    follow one another their loads overlap anyway. Measured on an H200 at 1, 8, 32 and 128 rows, N
+    from 2048 to 128256.
     """
     if card.capability < MIN_CAPABILITY or in_features % VECTOR:
         return None
+    is_hopper = card.capability == HOPPER
     if num_tokens > MAX_ROWS:
-        return _tiles_for_many(num_tokens, out_features, card)
+        tiles_for_many = _hopper_tiles_for_many if is_hopper else _tiles_for_many
+        return tiles_for_many(num_tokens, out_features, in_features, card)
     tiles = triton.cdiv(out_features, BLOCK_N)
     filled = tiles / card.multiprocessors
-    splits = 1 if filled >= 0.6 else 2 if filled >= 0.36 else 4
-    while splits > 1 and (in_features % (splits * BLOCK_K) or in_features < splits * MIN_SPLIT_K):
-        splits //= 2
-    stages = 5 if filled <= 2 else 4 if filled <= 8 else 3
+    splits = _splits(tiles, in_features, BLOCK_K, card)
+    stages = MOST_STAGES if is_hopper else 5 if filled <= 2 else 4 if filled <= 8 else 3
     block_m = next(rows for rows in ROW_BLOCKS if num_tokens <= rows)
     config = LinearConfig(block_m, BLOCK_N, BLOCK_K, NUM_WARPS, stages, splits)
     return card.fitted(config, tiles * splits)
 
 
-def _tiles_for_many(num_tokens: int, out_features: int, card: Card) -> LinearConfig | None:
+def _splits(tiles: int, in_features: int, block_k: int, card: Card) -> int:
+    filled = tiles / card.multiprocessors
+    splits = 1 if filled >= FILLED else 2 if filled >= 0.36 else 4
+    while splits > 1 and (in_features % (splits * block_k) or in_features < splits * MIN_SPLIT_K):
+        splits //= 2
+    return splits
+
+
+def _hopper_tiles_for_many(
+    num_tokens: int, out_features: int, in_features: int, card: Card
+) -> LinearConfig | None:
+    """Above MAX_ROWS rows: tiles that each have a multiprocessor, or wide ones of which it has one
+    or two; otherwise the library."""
+    block_m, block_k = ROW_BLOCKS[-1], 64
+    if num_tokens > block_m:
+        return None
+    tiles = triton.cdiv(out_features, BLOCK_N)
+    splits = _splits(tiles, in_features, block_k, card)
+    if FILLED <= tiles * splits / card.multiprocessors <= 1:
+        config = LinearConfig(block_m, BLOCK_N, block_k, NUM_WARPS, MOST_STAGES, splits)
+        return card.fitted(config, tiles * splits)
+    tiles = triton.cdiv(out_features, 2 * BLOCK_N)
+    if 1 <= tiles / card.multiprocessors <= 2:
+        config = LinearConfig(block_m, 2 * BLOCK_N, block_k, NUM_WARPS, MOST_STAGES)
+        return card.fitted(config, tiles)
+    return None
+
+
+def _tiles_for_many(
+    num_tokens: int, out_features: int, in_features: int, card: Card
+) -> LinearConfig | None:
     """Above MAX_ROWS rows: the library, but for products whose wide tiles give each multiprocessor
     one or two. There both take the same time alone (N = 28672, 128 rows: 66 us), and beside the
     own kernel's end the next kernel comes up."""

@@ -5,22 +5,15 @@ more in starting than in reading. Tiles are `linear`'s and `sgemm_a`'s own, so e
 bits that its op alone gives.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.linear import (
-    check_linear,
-    linear_tile,
-    linear_torch,
-    rows_a_split,
-    splits_of,
-    tile_arguments,
-)
-from kernels.linear_config import Card, LinearConfig, card, linear_config
+from kernels.hopper_linear import is_for_hopper, launch_hopper_linear_shrink
+from kernels.linear import check_linear, linear_tile, linear_torch, tile_arguments
+from kernels.linear_arrangement import arranged, product_programs, rank_programs
+from kernels.linear_config import LinearConfig, card, linear_config
 from kernels.lora_segments import TABLES, check_segments
 from kernels.lora_shrink import (
     check_splits,
@@ -29,9 +22,8 @@ from kernels.lora_shrink import (
     shrink_tile,
 )
 from kernels.op import define_op
+from kernels.partials import rows_a_split, splits_of
 from kernels.sgemm import sgemm_a_torch
-
-SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's
 
 
 @triton.jit(
@@ -149,29 +141,6 @@ def _linear_shrink_kernel(
         )
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """A launch's programs, whether the shrinking ones come first, and tiles whose stages fit so
-    many programs."""
-
-    programs: int
-    shrink_first: bool
-    config: LinearConfig
-
-
-def arranged(config: LinearConfig, products: int, shrinks: int, card: Card) -> Arrangement:
-    """So many programs of each kind. Those of the product come first, as the longer ones, where
-    its last wave leaves room for the shrinking ones, in a few rounds; otherwise those do, so that
-    none is left for the end."""
-    programs, at_once = products + shrinks, 2 * card.multiprocessors
-    shrink_first = shrinks > SHRINK_ROUNDS * (-products % at_once)
-    return Arrangement(programs, shrink_first, card.fitted(config, programs))
-
-
-def product_programs(config: LinearConfig, out_features: int, splits: int) -> int:
-    return triton.cdiv(out_features, config.block_n) * splits
-
-
 def launch_linear_shrink(
     config: LinearConfig,
     x: torch.Tensor,
@@ -185,6 +154,7 @@ def launch_linear_shrink(
     weight_indices: torch.Tensor,
     pair_row: torch.Tensor,
     num_segments: torch.Tensor,
+    row_slot: torch.Tensor,
     max_rank: int,
     shrunk: torch.Tensor,
     arrivals: torch.Tensor,
@@ -196,13 +166,20 @@ def launch_linear_shrink(
     stack, max_loras = a_ptrs.shape
     check_splits(shrunk, arrivals, stack, max_loras, max_rank)
     assert x.shape[0] <= config.block_m, f"{x.shape[0]} rows, but tiles of {config.block_m}"
+    assert row_slot.shape == x.shape[:1], f"row_slot has shape {tuple(row_slot.shape)}"
+    assert row_slot.dtype == torch.int32, f"row_slot is {row_slot.dtype}, not int32"
+    products = product_programs(config, weight.shape[0], splits_of(out))
+    numbers = (x.shape[0], stack, max_loras, max_rank, shrunk.shape[0])
+    if is_for_hopper(config, x, weight, arena):
+        shrinks = rank_programs(config, *numbers)
+        arrangement = arranged(config, products, shrinks, card(x.device))
+        by_row = (a_ptrs, lora_ranks, seg_indptr, weight_indices, row_slot)
+        launch_hopper_linear_shrink(
+            arrangement, x, weight, bias, out, arena, *by_row, max_rank, shrunk, arrivals
+        )
+        return
     shrink = shrink_arguments(x, arena, max_loras, max_rank, shrunk)
-    arrangement = arranged(
-        config,
-        product_programs(config, weight.shape[0], splits_of(out)),
-        shrink_programs(x.shape[0], stack, max_loras, max_rank, shrunk.shape[0]),
-        card(x.device),
-    )
+    arrangement = arranged(config, products, shrink_programs(*numbers), card(x.device))
     _linear_shrink_kernel[(arrangement.programs,)](
         x,
         weight,
@@ -234,6 +211,7 @@ def linear_shrink_triton(
     weight_indices: torch.Tensor,
     pair_row: torch.Tensor,
     num_segments: torch.Tensor,
+    row_slot: torch.Tensor,
     max_rank: int,
     shrunk: torch.Tensor,
     arrivals: torch.Tensor,
@@ -249,7 +227,7 @@ def linear_shrink_triton(
         f"no kernel of its own for {x.dtype} [{x.shape[0]}, {x.shape[1]}] x "
         f"[{weight.shape[0]}, {weight.shape[1]}]: use linear and sgemm_a"
     )
-    tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments)
+    tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments, row_slot)
     launch_linear_shrink(config, x, weight, bias, out, arena, *tables, max_rank, shrunk, arrivals)
 
 
@@ -265,6 +243,7 @@ def linear_shrink_torch(
     weight_indices: torch.Tensor,
     pair_row: torch.Tensor,
     num_segments: torch.Tensor,
+    row_slot: torch.Tensor,
     max_rank: int,
     shrunk: torch.Tensor,
     arrivals: torch.Tensor,

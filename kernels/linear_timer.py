@@ -12,7 +12,14 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from kernels import dependent_launch, linear, linear_choice, linear_config
+from kernels import (
+    dependent_launch,
+    hopper_linear,
+    hopper_multiply,
+    linear,
+    linear_choice,
+    linear_config,
+)
 from kernels.linear_choice import Trial
 
 REPLAYS = 5
@@ -22,7 +29,8 @@ MAX_THREADS = 16
 def measuring_stamp() -> dict[str, str]:
     """What times depend on beside card and shapes: versions, and a fingerprint of what is timed
     and how."""
-    modules = (linear, dependent_launch, linear_config, linear_choice, sys.modules[__name__])
+    kernels = (linear, hopper_linear, hopper_multiply, dependent_launch)
+    modules = (*kernels, linear_config, linear_choice, sys.modules[__name__])
     sources = [inspect.getsource(module) for module in modules]
     kernel = sha256("\n".join(sources).encode()).hexdigest()[:16]
     return {"torch": torch.__version__, "triton": triton.__version__, "kernel": kernel}

@@ -28,6 +28,16 @@ def sum_partials_torch(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def splits_of(out: torch.Tensor) -> int:
+    """How many partials `out` takes; 1: the product itself."""
+    return 1 if out.dim() == 2 else out.shape[0]
+
+
+def rows_a_split(out: torch.Tensor) -> int:
+    """How far apart partials lie, in rows of `out`."""
+    return 0 if out.dim() == 2 else out.stride(0) // out.stride(1)
+
+
 def check_rows(*rows: torch.Tensor) -> None:
     """Rows of one shape and dtype, contiguous."""
     num_tokens, hidden = rows[0].shape

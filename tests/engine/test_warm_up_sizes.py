@@ -22,10 +22,11 @@ from engine.decoder import StepTokens
 from engine.decoder_weights import Projection
 from engine.side_branch import SideBranch
 from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes, product_sizes
-from kernels.linear_config import linear_config
+from kernels.linear_arrangement import splits_in_launch
+from kernels.linear_config import H200, linear_config
 from kernels.linear_shrink import linear_shrink_triton
 from kernels.logprobs import logprobs, logprobs_triton
-from kernels.lora_segments import shrink_split_k
+from kernels.partials import splits_of
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
 from tests.engine.backends import TestedBackend as Backend
 from tests.tiny_models import MIXTURES
@@ -215,7 +216,10 @@ def launch_product(rows, shape, max_loras, max_rank):
     if stack == 1 and config.splits > 1:
         out = empty(config.splits, rows, out_features, dtype=torch.float32)
     ints, segments = {"dtype": torch.int32}, min(rows, max_loras)
-    splits = shrink_split_k(rows, in_features)
+    dims = (rows, out_features, in_features, splits_of(out), stack, max_loras, max_rank)
+    splits = splits_in_launch(config, *dims, H200)
+    if splits == 0:
+        return
     linear_shrink_triton(
         empty(rows, in_features),
         empty(out_features, in_features),
@@ -228,6 +232,7 @@ def launch_product(rows, shape, max_loras, max_rank):
         empty(segments, **ints),
         empty(rows, **ints),
         empty(1, **ints),
+        empty(rows, **ints),
         max_rank,
         empty(splits, rows, stack * max_rank, dtype=torch.float32),
         empty(2**16, **ints),

@@ -12,6 +12,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 TARGETS = (80, 90, 100)
 _FIRST_WITH_PDL = 90
@@ -32,6 +34,9 @@ _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 def _signature_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return _POINTER[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        element = _POINTER[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):
@@ -51,7 +56,7 @@ def compile_launches(launcher: Callable[..., None], *args, **kwargs) -> int:
 
 
 def compile_each(
-    launcher: Callable[..., None], *args, **kwargs
+    launcher: Callable[..., None], *args, targets: tuple[int, ...] = TARGETS, **kwargs
 ) -> list[tuple[int, CompiledKernel]]:
     """The same: (target, compiled kernel) of every launch, launch by launch."""
     launches, results = [], []
@@ -75,11 +80,12 @@ def compile_each(
                 constexprs[parameter.name] = value
             else:
                 signature[parameter.name] = _signature_of(value)
-        for capability in TARGETS:
+        source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+        for capability in targets:
             if "PDL" in constexprs:
                 constexprs["PDL"] = capability >= _FIRST_WITH_PDL
                 options["launch_pdl"] = capability >= _FIRST_WITH_PDL
-            source = ASTSource(fn=kernel, signature=dict(signature), constexprs=dict(constexprs))
+            source = source_of(fn=kernel, signature=dict(signature), constexprs=dict(constexprs))
             compiled = triton.compile(
                 source, target=GPUTarget("cuda", capability, 32), options=options
             )

@@ -16,6 +16,8 @@ from tests.kernels.cross_compile import compile_each
 
 SOURCES = sorted(Path(kernels.__path__[0]).glob("*.py"))
 _WRITES = ("store", "atomic_")
+_READS = {"load": 0, "copy_block": 0, "copy_elements": 1}
+"""Calls that read memory, and which argument says where."""
 
 GOOD = """
 @triton.jit
@@ -55,6 +57,7 @@ BROKEN = {
 }
 CONSTANT = {
     "weight",
+    "bias",
     "cos_sin",
     "arena",
     "a_ptrs",
@@ -175,14 +178,18 @@ class _Reads:
                     if isinstance(name, ast.Name):
                         held = self._origins.get(name.id, set())
                         self._origins[name.id] = held | self._origins_of(value)
+            before, after = self._waited, []
             for part in ("body", "orelse"):
+                self._waited = before
                 self._walk(getattr(statement, part, []))
+                after.append(self._waited)
+            self._waited = any(after)
 
     def _note_calls(self, node: ast.AST) -> None:
         for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
             name = _called(call)
-            if name == "load":
-                self.found |= self._origins_of(call.args[0])
+            if name in _READS:
+                self.found |= self._origins_of(call.args[_READS[name]])
             elif name in self._functions and name != "wait_for_inputs":
                 function = self._functions[name]
                 reads = _Reads(function, self._functions).found
@@ -203,7 +210,15 @@ def _early_reads(name: str, functions: dict[str, ast.FunctionDef]) -> set[str]:
     left out by their names."""
     reads = {read.removesuffix("_ptr") for read in _Reads(functions[name], functions).found}
     reads = {{"tables": "block_tables"}.get(read, read) for read in reads}
-    numbers = ("num_tokens", "max_segments", "max_position", "window", "min_tiles", "splits")
+    numbers = (
+        "num_tokens",
+        "max_segments",
+        "max_position",
+        "window",
+        "min_tiles",
+        "splits",
+        "split_blocks",
+    )
     return {read for read in reads if not read.endswith(("stride", *numbers))}
 
 
@@ -289,12 +304,28 @@ def test_what_a_function_reads_and_writes_is_its_callers():
     assert _faults(early, "def work(to, source):\n    pass\n") == []
 
 
+def test_one_branchs_wait_is_not_the_others():
+    late = "    if row > 0:\n        work(x, PDL)\n    else:\n        other(x, PDL)\n"
+    other = "def other(y, PDL: tl.constexpr):\n    z = tl.load(y)\n" + WAIT
+    assert _faults(GOOD.replace(WAIT, late), WORK, other) == [
+        "_copy_kernel reads x before it waits"
+    ]
+
+
+def test_a_copy_to_shared_memory_reads():
+    for copy in ("copy_block(x, [row, 0], 0, 0)", "copy_elements(0, x + row)"):
+        early = GOOD.replace(WAIT, f"    {copy}\n" + WAIT)
+        assert _faults(early) == ["_copy_kernel reads x before it waits"]
+
+
 def test_kernels_do_read_early():
     functions = {}
     for path in SOURCES:
         functions |= _functions(path.read_text())
     reads = {n for n in functions if n.endswith("_kernel") and _early_reads(n, functions)}
     assert len(reads) >= 8, reads
+    product = _early_reads("_hopper_linear_kernel", functions)
+    assert {"weight", "bias", "arena", "a_ptrs", "lora_ranks", "seg_indptr"} <= product
     rotary = _early_reads("_rotary_kv_write_kernel", functions)
     assert {"positions", "row_slot", "b_ptrs", "arena"} <= rotary
     for op, early in BEHIND_A_PRODUCT.items():

@@ -215,24 +215,27 @@ def test_larger_shapes_on_the_gpu(tokens, out_features, in_features, dtype, part
     assert_is_product(product(linear_triton, case, device), case)
 
 
+SHAPES = [(6144, 4096), (4096, 4096), (2048, 4096), (4096, 14336), (28672, 4096), (576, 576)]
+BLACKWELL = replace(H200, capability=(10, 0))
+
+
 def test_configuration_is_a_function_of_shapes():
-    shapes = [(6144, 4096), (4096, 4096), (2048, 4096), (4096, 14336), (28672, 4096), (576, 576)]
-    configs = [tiles_for(8, *shape, H200) for shape in shapes]
-    assert [(c.block_n, c.num_stages, c.splits) for c in configs if c] == [
-        (64, 5, 1),
-        (64, 5, 2),
-        (64, 5, 4),
-        (64, 5, 2),
-        (64, 4, 1),
-        (64, 5, 1),
-    ]
-    for tokens in (65, 128):
-        assert tiles_for(tokens, 28672, 4096, H200) == LinearConfig(128, 128, 64, 8, 5)
-        assert tiles_for(tokens, 128256, 4096, H200) is None
-    assert tiles_for(129, 28672, 4096, H200) is None
-    rows = [tiles_for(tokens, 4096, 4096, H200) for tokens in (1, 16, 17, 33, 64)]
-    assert [config.block_m for config in rows if config] == [16, 16, 32, 64, 64]
-    assert tiles_for(65, 4096, 4096, H200) is None
+    def tiles(tokens, card):
+        configs = [tiles_for(tokens, *shape, card) for shape in SHAPES]
+        return [c and (c.block_n, c.num_stages, c.splits) for c in configs]
+
+    few = [(64, 5, 1), (64, 5, 2), (64, 5, 4), (64, 5, 2), (64, 4, 1), (64, 5, 1)]
+    assert tiles(8, BLACKWELL) == few
+    assert tiles(128, BLACKWELL) == [None, None, None, None, (128, 5, 1), None]
+    few = [(64, 11, 1), (64, 11, 2), (64, 11, 4), (64, 11, 2), (64, 5, 1), (64, 11, 1)]
+    assert tiles(8, H200) == few
+    many = [(64, 9, 1), (64, 9, 2), (64, 9, 4), (64, 9, 2), (128, 3, 1), None]
+    assert tiles(65, H200) == tiles(128, H200) == many
+    assert tiles(129, H200) == tiles(129, BLACKWELL) == [None] * 6
+    for tokens, card in ((65, H200), (65, BLACKWELL)):
+        assert tiles_for(tokens, 128256, 4096, card) is None
+    rows = [tiles_for(tokens, 4096, 4096, H200) for tokens in (1, 16, 17, 33, 64, 65)]
+    assert [config.block_m for config in rows if config] == [16, 16, 32, 64, 64, 128]
     assert tiles_for(8, 4096, 4092, H200) is None
     assert tiles_for(8, 4096, 4096, replace(H200, capability=(8, 9))) is None
     small = tiles_for(64, 4096, 4096, replace(H200, shared_bytes=99 * 1024))

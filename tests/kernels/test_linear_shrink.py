@@ -27,7 +27,7 @@ from kernels.linear_shrink import (
 from kernels.lora_segments import shrink_split_k
 from kernels.sgemm import sgemm_a_torch, sgemm_a_triton
 from tests.kernels.cross_compile import compile_launches
-from tests.kernels.packed_adapters import PackedAdapters, pack_adapters, segments_of
+from tests.kernels.packed_adapters import PackedAdapters, metadata_of, pack_adapters
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -93,7 +93,7 @@ class Run:
             x.to(device)[:, : case.in_features],
             (weight / case.in_features**0.5).to(case.dtype).to(device),
             bias.to(device) if case.biased else None,
-            segments_of(enabled, len(case.ranks[0]), device),
+            metadata_of(enabled, len(case.ranks[0]), device),
             out.to(device)[..., : case.out_features],
             shrunk.to(device)[:, :tokens],
             torch.zeros(64, dtype=torch.int32, device=device),
@@ -105,8 +105,17 @@ class Run:
 
     @property
     def lora(self) -> tuple:
+        """What `linear_shrink` takes beside the product."""
+        return self._lora("row_slot")
+
+    @property
+    def shrink(self) -> tuple:
+        """What `sgemm_a` takes beside x."""
+        return self._lora()
+
+    def _lora(self, *more: str) -> tuple:
         tables = (self.adapters.a_ptrs, self.adapters.lora_ranks)
-        names = ("seg_indptr", "weight_indices", "pair_row", "num_segments")
+        names = ("seg_indptr", "weight_indices", "pair_row", "num_segments", *more)
         segments = [self.segments[name] for name in names]
         outputs = self.shrunk, self.arrivals
         return self.adapters.arena, *tables, *segments, self.case.max_rank, *outputs
@@ -151,7 +160,7 @@ def test_twin_is_both_twins(name):
     run, alone = Run.of(CASES[name]), Run.of(CASES[name])
     linear_shrink(*run.product, *run.lora)
     linear_torch(*alone.product)
-    sgemm_a_torch(alone.x, *alone.lora)
+    sgemm_a_torch(alone.x, *alone.shrink)
     for found, expected in zip(run.results, alone.results, strict=True):
         assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
 
@@ -164,7 +173,7 @@ def test_equals_linear_and_sgemm_a(kernel_device, name):
     runs_here(case, kernel_device)
     run, alone, twin = fused(case, kernel_device), Run.of(case, kernel_device), Run.of(case)
     launch_linear(case.config, *alone.product)
-    sgemm_a_triton(alone.x, *alone.lora)
+    sgemm_a_triton(alone.x, *alone.shrink)
     linear_shrink_torch(*twin.product, *twin.lora)
     (out, shrunk), (alone_out, alone_shrunk) = run.results, alone.results
     assert torch.equal(out.nan_to_num(7), alone_out.nan_to_num(7))
@@ -182,7 +191,7 @@ def test_equals_linear_and_sgemm_a(kernel_device, name):
 def test_either_order_of_programs_writes_the_same(kernel_device, monkeypatch):
     runs = []
     for rounds in (0, 1000):  # shrinks first, and last
-        monkeypatch.setattr("kernels.linear_shrink.SHRINK_ROUNDS", rounds)
+        monkeypatch.setattr("kernels.linear_arrangement.SHRINK_ROUNDS", rounds)
         runs.append(fused(CASES["qkv"], kernel_device).results)
     for first, last in zip(*runs, strict=True):
         assert torch.equal(first.nan_to_num(7), last.nan_to_num(7))
@@ -231,7 +240,7 @@ def test_larger_shapes_on_the_gpu(tokens, stack, out_features, splits, dtype):
     linear_shrink_triton(*run.product, *run.lora)
     config = linear_config(tokens, out_features, 4096, dtype, run.x.device)
     launch_linear(config, *alone.product)
-    sgemm_a_triton(alone.x, *alone.lora)
+    sgemm_a_triton(alone.x, *alone.shrink)
     for found, expected in zip(run.results, alone.results, strict=True):
         assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
     linear_shrink_torch(*alone.product, *alone.lora)
@@ -261,7 +270,7 @@ def test_every_candidate_has_the_bits_of_both_ops(tokens, stack, out_features):
         run, alone = Run.of(case, "cuda"), Run.of(case, "cuda")
         launch_linear_shrink(config, *run.product, *run.lora)
         launch_linear(config, *alone.product)
-        sgemm_a_triton(alone.x, *alone.lora)
+        sgemm_a_triton(alone.x, *alone.shrink)
         for together, apart in zip(run.results, alone.results, strict=True):
             assert torch.equal(together.nan_to_num(7), apart.nan_to_num(7)), config
 

@@ -1,0 +1,293 @@
+"""The product with a base weight, and x A^T in the same launch, on Hopper: `linear`'s and
+`linear_shrink`'s results to the bit, sooner.
+
+Two things are sooner than in Triton's kernels, which serve other cards: the first blocks of a
+weight are under way while the kernel before still runs (`hopper_multiply`), and x A^T takes few
+programs, each as long as one of the product's (`hopper_shrink`).
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.hopper_multiply import multiply, product_layout
+from kernels.hopper_shrink import hopper_shrink_tile
+from kernels.linear_arrangement import Arrangement
+from kernels.linear_config import HOPPER, LinearConfig, card
+from kernels.lora_segments import TABLES
+from kernels.lora_shrink import shrink_arguments
+from kernels.partials import rows_a_split, splits_of
+
+ALIGNMENT = 16  # bytes, at which rows that are copied begin
+WARP_ROWS = 16  # of W that each of a warp group's four warps multiplies
+
+
+@gluon.jit
+def hopper_product_tile(
+    x,
+    weight,
+    bias,
+    out,
+    num_tokens,
+    split_rows,
+    program,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    OUT_STRIDE: gl.constexpr,
+    SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """`linear_tile`, of x and W behind descriptors."""
+    SPLIT_K: gl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
+    NUM_WARPS: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = product_layout(BLOCK_M, NUM_WARPS)
+    first_n, split = program // SPLITS * BLOCK_N, program % SPLITS
+    first_k = split * SPLIT_K
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
+    if bias is not None:
+        row = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+        biased = row < gl.where(split == 0, N, 0)
+        acc += gl.load(bias + row, mask=biased, other=0.0).to(gl.float32)[:, None]
+    last_k = gl.minimum(first_k + SPLIT_K, K)
+    acc = multiply(
+        x,
+        weight,
+        first_n,
+        None,
+        None,
+        first_k,
+        last_k,
+        acc,
+        K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+        PDL,
+    )
+    # Through shared memory: lanes beside one another then hold columns that lie so in `out`.
+    stored: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, NUM_WARPS], [0, 1]
+    )
+    result = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
+    n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, stored))
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, stored))
+    mask = (n >= 0)[:, None] & (m < num_tokens)[None, :]
+    if N % BLOCK_N != 0:
+        mask = mask & (n < N)[:, None]
+    places = out + (split * split_rows).to(gl.int64) * OUT_STRIDE
+    gl.store(places + m[None, :] * OUT_STRIDE + n[:, None], result, mask=mask)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "split_rows",
+        "max_segments",
+        "shrunk_rows",
+        "split_blocks",
+        "splits",
+    ],
+    do_not_specialize_on_alignment=[*TABLES, "row_slot"],
+)
+def _hopper_linear_kernel(
+    x,  # descriptor of [T, K]
+    weight,  # descriptor of [N, K]
+    bias,  # [N] or None
+    out,  # [T, N], or [splits, T, N]
+    arena,  # None, as all up to `arrivals`: without x A^T
+    a_ptrs,
+    lora_ranks,
+    seg_indptr,
+    weight_indices,
+    row_slot,
+    shrunk,
+    arrivals,
+    num_tokens,
+    split_rows,
+    max_segments,
+    shrunk_rows,
+    split_blocks,
+    splits,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    OUT_STRIDE: gl.constexpr,
+    SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHRINK_FIRST: gl.constexpr,
+    SHRUNK_STRIDE: gl.constexpr,
+    STACK: gl.constexpr,
+    MAX_RANK: gl.constexpr,
+    MAX_LORAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    products: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * SPLITS
+    program = gl.program_id(0)
+    if SHRINK_FIRST:
+        product, shrink = program - (gl.num_programs(0) - products), program
+        shrinks = product < 0
+    else:
+        product, shrink = program, program - products
+        shrinks = shrink >= 0
+    if not shrinks:
+        hopper_product_tile(
+            x,
+            weight,
+            bias,
+            out,
+            num_tokens,
+            split_rows,
+            product,
+            N,
+            K,
+            OUT_STRIDE,
+            SPLITS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+            PDL,
+        )
+    elif arena is not None:
+        hopper_shrink_tile(
+            x,
+            arena,
+            a_ptrs,
+            lora_ranks,
+            seg_indptr,
+            weight_indices,
+            row_slot,
+            shrunk,
+            arrivals,
+            num_tokens,
+            max_segments,
+            shrunk_rows,
+            split_blocks,
+            splits,
+            shrink,
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+            SHRUNK_STRIDE,
+            STACK,
+            MAX_RANK,
+            MAX_LORAS,
+            PDL,
+        )
+    else:
+        wait_for_inputs(PDL)  # without x A^T there is no such program
+
+
+def is_for_hopper(
+    config: LinearConfig, x: torch.Tensor, weight: torch.Tensor, arena: torch.Tensor | None = None
+) -> bool:
+    """Whether `_hopper_linear_kernel` can compute a product, and x A^T of weights in `arena`."""
+    fits = config.block_n >= WARP_ROWS * config.num_warps and config.block_k in (64, 128)
+    is_one_dtype = arena is None or arena.dtype == x.dtype
+    return runs_on(x.device) and fits and is_one_dtype and _is_aligned(x) and _is_aligned(weight)
+
+
+def runs_on(device: torch.device) -> bool:
+    return device.type == "cuda" and card(device).capability == HOPPER
+
+
+def _is_aligned(rows: torch.Tensor) -> bool:
+    return rows.data_ptr() % ALIGNMENT == 0 == rows.stride(0) * rows.element_size() % ALIGNMENT
+
+
+def launch_hopper_linear(
+    config: LinearConfig,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """`launch_linear`, of checked arguments that are for Hopper."""
+    programs = triton.cdiv(weight.shape[0], config.block_n) * splits_of(out)
+    arrangement = Arrangement(programs, False, config)
+    names = ("SHRUNK_STRIDE", "STACK", "MAX_RANK", "MAX_LORAS")
+    numbers = ("max_segments", "shrunk_rows", "split_blocks", "splits")
+    constants = dict.fromkeys(names + numbers, 0)
+    _launch(arrangement, x, weight, bias, out, (None,) * 8, constants)
+
+
+def launch_hopper_linear_shrink(
+    arrangement: Arrangement,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    arena: torch.Tensor,
+    a_ptrs: torch.Tensor,
+    lora_ranks: torch.Tensor,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor,
+    row_slot: torch.Tensor,
+    max_rank: int,
+    shrunk: torch.Tensor,
+    arrivals: torch.Tensor,
+) -> None:
+    """`launch_linear_shrink`, of checked arguments that are for Hopper, as `arrangement` says."""
+    stack, max_loras = a_ptrs.shape
+    shrink = shrink_arguments(x, arena, max_loras, max_rank, shrunk)
+    names = ("max_segments", "shrunk_rows", "splits", "SHRUNK_STRIDE", "MAX_RANK", "MAX_LORAS")
+    split_k, block_k = shrink["blocks_per_split"] * shrink["BLOCK_A"], arrangement.config.block_k
+    assert split_k % block_k == 0, f"splits of {split_k}, in blocks of {block_k}"
+    constants = {name: shrink[name] for name in names} | {
+        "split_blocks": split_k // block_k,
+        "STACK": stack,
+    }
+    tables = (arena, a_ptrs, lora_ranks, seg_indptr, weight_indices, row_slot, shrunk, arrivals)
+    _launch(arrangement, x, weight, bias, out, tables, constants)
+
+
+def _launch(
+    arrangement: Arrangement,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tables: tuple[torch.Tensor | None, ...],
+    constants: dict[str, int],
+) -> None:
+    config, block_k = arrangement.config, arrangement.config.block_k
+    _hopper_linear_kernel[(arrangement.programs,)](
+        _descriptor(x, config.block_m, block_k),
+        _descriptor(weight, config.block_n, block_k),
+        bias,
+        out,
+        *tables,
+        x.shape[0],
+        rows_a_split(out),
+        **constants,
+        N=weight.shape[0],
+        K=weight.shape[1],
+        OUT_STRIDE=out.stride(-2),
+        SPLITS=splits_of(out),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=block_k,
+        STAGES=config.num_stages,
+        SHRINK_FIRST=arrangement.shrink_first,
+        num_warps=config.num_warps,
+        **dependent_launch(x.device),
+    )
+
+
+def _descriptor(rows: torch.Tensor, block_rows: int, block_k: int) -> TensorDescriptor:
+    dtype = gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16
+    block = [block_rows, block_k]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return TensorDescriptor.from_tensor(rows, block, layout)

@@ -1,0 +1,158 @@
+"""A tile of W x^T on Hopper: blocks of both wait in shared memory, those of W since before the
+kernel before this one ended.
+
+Written in Gluon, Triton's language that names its buffers: Triton's own pipeliner cannot start one
+operand of a product before the wait and the other after it. Copies are the tensor memory
+accelerator's, several stages ahead of the product on the tensor cores. Method: CUTLASS's
+multistage mainloop, its "prefetch of weights" for programmatic dependent launch, and Triton's
+Gluon tutorials.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.dependent_launch import wait_for_inputs
+
+# Their names until Triton 3.6, and since.
+copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.constexpr_function
+def product_layout(block_m, num_warps):
+    """Of the float32 [BLOCK_N, BLOCK_M] that `multiply` returns."""
+    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, block_m, 16])
+
+
+@gluon.constexpr_function
+def row_layout(block_k, num_warps):
+    """Of a block [BLOCK_N, BLOCK_K] of 16-bit elements that lanes copy 16 bytes each of."""
+    return gl.BlockedLayout([1, 8], [256 // block_k, block_k // 8], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def ask_for_weights(
+    weight,
+    first_n,
+    weight_rows,
+    there,
+    k,
+    wanted,
+    stage_w,
+    ready,
+    K: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """Start to copy a block of W from column `k` on, if it is `wanted`; see `multiply`."""
+    if weight is not None:
+        copy_block(weight, [first_n, k], ready, stage_w, pred=wanted)
+    else:
+        layout: gl.constexpr = row_layout(BLOCK_K, gl.num_warps())
+        columns = k + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+        mask = there[:, None] & wanted & (columns >= 0)[None, :]
+        if K % BLOCK_K != 0:
+            mask = mask & (columns < K)[None, :]
+        copy_elements(stage_w, weight_rows[:, None] + columns[None, :], mask=mask)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def multiply(
+    x,
+    weight,
+    first_n,
+    weight_rows,
+    there,
+    first_k,
+    last_k,
+    acc,
+    K: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """`acc` + W xᵀ over the columns of K from `first_k` up to `last_k`.
+
+    x: a descriptor of [T, K] in blocks [BLOCK_M, BLOCK_K]; rows from T on count as 0. W is either
+    the rows from `first_n` on of the descriptor `weight`, in blocks [BLOCK_N, BLOCK_K], or, where
+    that is None, rows at the BLOCK_N addresses `weight_rows`, 0 where not `there`. Waits for x,
+    having asked for the first blocks of W. `last_k` - `first_k` is a whole number of blocks, but
+    at the end of K.
+    """
+    AHEAD: gl.constexpr = STAGES - 1
+    dtype: gl.constexpr = x.dtype
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], dtype)
+    stages_w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_layout)
+    stages_x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # What a stage's barrier counts: bytes that the accelerator copies, not those that lanes do.
+    ROWS: gl.constexpr = BLOCK_M + BLOCK_N if weight is not None else BLOCK_M
+    BYTES: gl.constexpr = ROWS * BLOCK_K * 2
+    for number in gl.static_range(STAGES):
+        mbarrier.init(ready.index(number), count=1)
+    fence_async_shared()
+    barrier()
+    steps = (last_k - first_k + BLOCK_K - 1) // BLOCK_K
+    for number in gl.static_range(AHEAD):
+        is_ready = ready.index(number)
+        mbarrier.expect(is_ready, BYTES, pred=steps > number)
+        ask_for_weights(
+            weight,
+            first_n,
+            weight_rows,
+            there,
+            first_k + number * BLOCK_K,
+            steps > number,
+            stages_w.index(number),
+            is_ready,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    wait_for_inputs(PDL)
+    for number in gl.static_range(AHEAD):
+        place = [0, first_k + number * BLOCK_K]
+        copy_block(x, place, ready.index(number), stages_x.index(number), pred=steps > number)
+    for step in range(steps):
+        stage, ahead = step % STAGES, step + AHEAD
+        mbarrier.wait(ready.index(stage), step // STAGES & 1)
+        if weight is None:
+            async_copy.wait_group(AHEAD - 1)
+            fence_async_shared()
+            barrier()
+        block_x = stages_x.index(stage).permute((1, 0))
+        acc = warpgroup_mma(stages_w.index(stage), block_x, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        barrier()  # all are through with the product before this one, whose stage is filled next
+        k, wanted, filled = first_k + ahead * BLOCK_K, ahead < steps, ahead % STAGES
+        will_be_ready = ready.index(filled)
+        mbarrier.expect(will_be_ready, BYTES, pred=wanted)
+        copy_block(x, [0, k], will_be_ready, stages_x.index(filled), pred=wanted)
+        ask_for_weights(
+            weight,
+            first_n,
+            weight_rows,
+            there,
+            k,
+            wanted,
+            stages_w.index(filled),
+            will_be_ready,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    if weight is None:
+        async_copy.wait_group(0)
+    return warpgroup_mma_wait(0, deps=[acc])

@@ -1,0 +1,191 @@
+"""A tile of x A^T on Hopper: ranks of several adapter slots, one after the other, by all rows.
+
+As wide as a tile of the base product, so that both take as long, and few programs do: of each
+row the tile keeps the ranks of its own slot. What `lora_shrink` computes, to the bit.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.dependent_launch import wait_for_inputs
+from kernels.hopper_multiply import barrier, multiply, product_layout, row_layout
+
+
+@gluon.jit
+def find_ranks(
+    index,
+    stacked,
+    a_ptrs,
+    lora_ranks,
+    seg_indptr,
+    weight_indices,
+    max_segments,
+    MAX_RANK: gl.constexpr,
+    MAX_LORAS: gl.constexpr,
+):
+    """Of places `index`, MAX_RANK to a segment: slot, rank, whether there is such a rank, and the
+    address of its slice."""
+    segment, rank = index // MAX_RANK, index % MAX_RANK
+    inside = segment < max_segments
+    slot = gl.load(weight_indices + segment, mask=inside, other=-1)
+    first = gl.load(seg_indptr + segment, mask=inside, other=0)
+    end = gl.load(seg_indptr + segment + 1, mask=inside, other=0)
+    used = first < end
+    entry = stacked * MAX_LORAS + slot
+    there = rank < gl.load(lora_ranks + entry, mask=used, other=0)
+    return slot, rank, there, gl.load(a_ptrs + entry, mask=used, other=0)
+
+
+@gluon.jit
+def sum_of_parts(places, mask, parts, stride, layout: gl.constexpr):
+    """`arrivals.sum_in_order`, in Gluon."""
+    total = gl.zeros(mask.shape, gl.float32, layout)
+    for first in range(0, parts, 4):
+        part0 = load_part(places, mask, first, parts, stride)
+        part1 = load_part(places, mask, first + 1, parts, stride)
+        part2 = load_part(places, mask, first + 2, parts, stride)
+        part3 = load_part(places, mask, first + 3, parts, stride)
+        total = total + part0 + part1 + part2 + part3
+    return total
+
+
+@gluon.jit
+def load_part(places, mask, part, parts, stride):
+    there = mask & (part < parts)
+    return gl.load(places + part * stride, mask=there, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def keep_own_ranks(
+    acc,
+    a_ptrs,
+    lora_ranks,
+    seg_indptr,
+    weight_indices,
+    row_slot,
+    shrunk,
+    arrivals,
+    num_tokens,
+    max_segments,
+    shrunk_rows,
+    tile,
+    split,
+    splits,
+    layout: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SHRUNK_STRIDE: gl.constexpr,
+    STACK: gl.constexpr,
+    MAX_RANK: gl.constexpr,
+    MAX_LORAS: gl.constexpr,
+):
+    """Store of the tile `acc` [BLOCK_N, BLOCK_M], one of `splits`, each row's ranks of its own
+    slot; the last of the splits to arrive adds them up."""
+    stacked, first = tile % STACK, tile // STACK * BLOCK_N
+    index = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    slot, rank, there, _address = find_ranks(
+        index,
+        stacked,
+        a_ptrs,
+        lora_ranks,
+        seg_indptr,
+        weight_indices,
+        max_segments,
+        MAX_RANK,
+        MAX_LORAS,
+    )
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    of_row = gl.load(row_slot + m, mask=m < num_tokens, other=-1)
+    mask = there[:, None] & (slot[:, None] == of_row[None, :])
+    sums = shrunk + m[None, :] * SHRUNK_STRIDE + (stacked * MAX_RANK + rank)[:, None]
+    stride = shrunk_rows.to(gl.int64) * SHRUNK_STRIDE
+    gl.store(sums + split * stride, acc, mask=mask)
+    if splits > 1:
+        barrier()  # every thread's part lies there before the arrival is counted
+        before = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+        if before == splits - 1:
+            gl.store(arrivals + tile, 0)
+            gl.store(sums, sum_of_parts(sums, mask, splits, stride, layout), mask=mask)
+
+
+@gluon.jit
+def hopper_shrink_tile(
+    x,
+    arena,
+    a_ptrs,
+    lora_ranks,
+    seg_indptr,
+    weight_indices,
+    row_slot,
+    shrunk,
+    arrivals,
+    num_tokens,
+    max_segments,
+    shrunk_rows,
+    split_blocks,
+    splits,
+    program,
+    K: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHRUNK_STRIDE: gl.constexpr,
+    STACK: gl.constexpr,
+    MAX_RANK: gl.constexpr,
+    MAX_LORAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """BLOCK_N ranks of x A^T by all rows, over a split of K of `split_blocks` blocks."""
+    layout: gl.constexpr = product_layout(BLOCK_M, gl.num_warps())
+    copied: gl.constexpr = row_layout(BLOCK_K, gl.num_warps())
+    tile, split = program // splits, program % splits
+    stacked, first = tile % STACK, tile // STACK * BLOCK_N
+    tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, max_segments)
+    index = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, copied))
+    _slot, rank, there, address = find_ranks(index, stacked, *tables, MAX_RANK, MAX_LORAS)
+    if gl.max(there.to(gl.int32), axis=0) != 0:
+        a_rows = address.to(gl.pointer_type(arena.dtype.element_ty))
+        a_rows = gl.multiple_of(a_rows, 16) + rank * K
+        first_k = split * split_blocks * BLOCK_K
+        acc = multiply(
+            x,
+            None,
+            0,
+            a_rows,
+            there,
+            first_k,
+            gl.minimum(first_k + split_blocks * BLOCK_K, K),
+            gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout),
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+            PDL,
+        )
+        keep_own_ranks(
+            acc,
+            a_ptrs,
+            lora_ranks,
+            seg_indptr,
+            weight_indices,
+            row_slot,
+            shrunk,
+            arrivals,
+            num_tokens,
+            max_segments,
+            shrunk_rows,
+            tile,
+            split,
+            splits,
+            layout,
+            BLOCK_M,
+            BLOCK_N,
+            SHRUNK_STRIDE,
+            STACK,
+            MAX_RANK,
+            MAX_LORAS,
+        )
+    else:
+        wait_for_inputs(PDL)

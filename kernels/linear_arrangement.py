@@ -1,0 +1,67 @@
+"""How the programs of a product, and those of the x A^T in its launch, share a card."""
+
+from dataclasses import dataclass
+
+import triton
+
+from kernels.linear_config import HOPPER, MAX_ROWS, MIN_SPLIT_K, Card, LinearConfig
+from kernels.lora_segments import shrink_split_k
+
+SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's
+MANY_ROWS_SPLITS = 2  # of x A^T above MAX_ROWS rows: as many as a product's mostly
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A launch's programs, whether the shrinking ones come first, and tiles whose stages fit so
+    many programs."""
+
+    programs: int
+    shrink_first: bool
+    config: LinearConfig
+
+
+def arranged(config: LinearConfig, products: int, shrinks: int, card: Card) -> Arrangement:
+    """So many programs of each kind. Those of the product come first, as the longer ones, where
+    its last wave leaves room for the shrinking ones, in a few rounds; otherwise those do, so that
+    none is left for the end."""
+    programs, at_once = products + shrinks, 2 * card.multiprocessors
+    shrink_first = shrinks > SHRINK_ROUNDS * (-products % at_once)
+    return Arrangement(programs, shrink_first, card.fitted(config, programs))
+
+
+def product_programs(config: LinearConfig, out_features: int, splits: int) -> int:
+    return triton.cdiv(out_features, config.block_n) * splits
+
+
+def rank_programs(
+    config: LinearConfig, num_tokens: int, stack: int, max_loras: int, max_rank: int, splits: int
+) -> int:
+    """Shrinking programs of a launch on Hopper: ranks of several slots share a tile."""
+    ranks = min(num_tokens, max_loras) * max_rank
+    return stack * triton.cdiv(ranks, config.block_n) * splits
+
+
+def splits_in_launch(
+    config: LinearConfig | None,
+    num_tokens: int,
+    out_features: int,
+    in_features: int,
+    partials: int,
+    stack: int,
+    max_loras: int,
+    max_rank: int,
+    card: Card,
+) -> int:
+    """In how many parts of K x A^T is computed in the launch of its product, which has `partials`;
+    0: in a launch of its own, beside that product."""
+    if config is None:
+        return 0
+    if num_tokens <= MAX_ROWS or card.capability != HOPPER:
+        return shrink_split_k(num_tokens, in_features)
+    splits = max(1, min(MANY_ROWS_SPLITS, in_features // MIN_SPLIT_K))
+    products = product_programs(config, out_features, partials)
+    shrinks = rank_programs(config, num_tokens, stack, max_loras, max_rank, splits)
+    # Each of few programs has a multiprocessor to itself. One too many would come after them all.
+    is_second_round = products <= card.multiprocessors < products + shrinks
+    return 0 if is_second_round else splits
