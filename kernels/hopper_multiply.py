@@ -130,7 +130,6 @@ def multiply(
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
         if weight is None:
             async_copy.wait_group(AHEAD - 1)
-            fence_async_shared()
             barrier()
         block_x = stages_x.index(stage).permute((1, 0))
         acc = warpgroup_mma(stages_w.index(stage), block_x, acc, is_async=True)

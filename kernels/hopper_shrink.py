@@ -10,6 +10,8 @@ from triton.experimental.gluon import language as gl
 from kernels.dependent_launch import wait_for_inputs
 from kernels.hopper_multiply import barrier, multiply, product_layout, row_layout
 
+ROWS = gl.constexpr(16)  # whose ranks are stored at once
+
 
 @gluon.jit
 def find_ranks(
@@ -56,17 +58,24 @@ def load_part(places, mask, part, parts, stride):
 
 
 @gluon.jit
+def own_rows(first, slot, there, row_slot, num_tokens, layout: gl.constexpr):
+    """ROWS rows from `first` on, and which of the ranks are `there` and of a row's slot."""
+    m = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+    of_row = gl.load(row_slot + m, mask=m < num_tokens, other=-1)
+    return m, there[:, None] & (slot[:, None] == of_row[None, :])
+
+
+@gluon.jit
 def keep_own_ranks(
     acc,
-    a_ptrs,
-    lora_ranks,
-    seg_indptr,
-    weight_indices,
+    stacked,
+    slot,
+    rank,
+    there,
     row_slot,
     shrunk,
     arrivals,
     num_tokens,
-    max_segments,
     shrunk_rows,
     tile,
     split,
@@ -75,37 +84,30 @@ def keep_own_ranks(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SHRUNK_STRIDE: gl.constexpr,
-    STACK: gl.constexpr,
     MAX_RANK: gl.constexpr,
-    MAX_LORAS: gl.constexpr,
 ):
     """Store of the tile `acc` [BLOCK_N, BLOCK_M], one of `splits`, each row's ranks of its own
     slot; the last of the splits to arrive adds them up."""
-    stacked, first = tile % STACK, tile // STACK * BLOCK_N
-    index = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    slot, rank, there, _address = find_ranks(
-        index,
-        stacked,
-        a_ptrs,
-        lora_ranks,
-        seg_indptr,
-        weight_indices,
-        max_segments,
-        MAX_RANK,
-        MAX_LORAS,
+    # Some rows at a time: a thread has registers for their addresses.
+    tile_acc = gl.allocate_shared_memory(
+        gl.float32, [BLOCK_N, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]), acc
     )
-    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
-    of_row = gl.load(row_slot + m, mask=m < num_tokens, other=-1)
-    mask = there[:, None] & (slot[:, None] == of_row[None, :])
-    sums = shrunk + m[None, :] * SHRUNK_STRIDE + (stacked * MAX_RANK + rank)[:, None]
+    sums = shrunk + (stacked * MAX_RANK + rank)[:, None]
     stride = shrunk_rows.to(gl.int64) * SHRUNK_STRIDE
-    gl.store(sums + split * stride, acc, mask=mask)
+    parts = sums + split * stride
+    for chunk in gl.static_range(BLOCK_M // ROWS):
+        m, own = own_rows(chunk * ROWS, slot, there, row_slot, num_tokens, layout)
+        part = tile_acc.slice(chunk * ROWS, ROWS, dim=1).load(layout)
+        gl.store(parts + m[None, :] * SHRUNK_STRIDE, part, mask=own)
     if splits > 1:
         barrier()  # every thread's part lies there before the arrival is counted
         before = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
         if before == splits - 1:
             gl.store(arrivals + tile, 0)
-            gl.store(sums, sum_of_parts(sums, mask, splits, stride, layout), mask=mask)
+            for row in range(0, BLOCK_M, ROWS):
+                m, own = own_rows(row, slot, there, row_slot, num_tokens, layout)
+                places = sums + m[None, :] * SHRUNK_STRIDE
+                gl.store(places, sum_of_parts(places, own, splits, stride, layout), mask=own)
 
 
 @gluon.jit
@@ -137,13 +139,23 @@ def hopper_shrink_tile(
     PDL: gl.constexpr,
 ):
     """BLOCK_N ranks of x A^T by all rows, over a split of K of `split_blocks` blocks."""
-    layout: gl.constexpr = product_layout(BLOCK_M, gl.num_warps())
-    copied: gl.constexpr = row_layout(BLOCK_K, gl.num_warps())
+    NUM_WARPS: gl.constexpr = gl.num_warps()
+    multiplied: gl.constexpr = product_layout(BLOCK_M, NUM_WARPS)
+    copied: gl.constexpr = row_layout(BLOCK_K, NUM_WARPS)
+    WARPS_N: gl.constexpr = BLOCK_N // 32
+    stored: gl.constexpr = gl.BlockedLayout(
+        [1, 1], [32, 1], [WARPS_N, NUM_WARPS // WARPS_N], [0, 1]
+    )
     tile, split = program // splits, program % splits
     stacked, first = tile % STACK, tile // STACK * BLOCK_N
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, max_segments)
+    # Once for the lanes that copy a rank, once for those that store it.
     index = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, copied))
     _slot, rank, there, address = find_ranks(index, stacked, *tables, MAX_RANK, MAX_LORAS)
+    out_index = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, stored))
+    out_slot, out_rank, out_there, _address = find_ranks(
+        out_index, stacked, *tables, MAX_RANK, MAX_LORAS
+    )
     if gl.max(there.to(gl.int32), axis=0) != 0:
         a_rows = address.to(gl.pointer_type(arena.dtype.element_ty))
         a_rows = gl.multiple_of(a_rows, 16) + rank * K
@@ -156,7 +168,7 @@ def hopper_shrink_tile(
             there,
             first_k,
             gl.minimum(first_k + split_blocks * BLOCK_K, K),
-            gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout),
+            gl.zeros([BLOCK_N, BLOCK_M], gl.float32, multiplied),
             K,
             BLOCK_M,
             BLOCK_N,
@@ -166,26 +178,23 @@ def hopper_shrink_tile(
         )
         keep_own_ranks(
             acc,
-            a_ptrs,
-            lora_ranks,
-            seg_indptr,
-            weight_indices,
+            stacked,
+            out_slot,
+            out_rank,
+            out_there,
             row_slot,
             shrunk,
             arrivals,
             num_tokens,
-            max_segments,
             shrunk_rows,
             tile,
             split,
             splits,
-            layout,
+            stored,
             BLOCK_M,
             BLOCK_N,
             SHRUNK_STRIDE,
-            STACK,
             MAX_RANK,
-            MAX_LORAS,
         )
     else:
         wait_for_inputs(PDL)

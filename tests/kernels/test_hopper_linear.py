@@ -48,7 +48,9 @@ TILES = [(64, 128, 4, 5), (64, 64, 4, 9), (128, 64, 4, 3), (128, 64, 8, 4)]
 
 
 def config_of(case: Case, tiles: tuple[int, int, int, int]) -> LinearConfig:
-    return LinearConfig(max(16, row_bucket(len(case.rows))), *tiles, max(1, case.splits))
+    """With as many of its stages as there is room for."""
+    config = LinearConfig(max(16, row_bucket(len(case.rows))), *tiles, max(1, case.splits))
+    return H200.fitted(config, 1)
 
 
 @pytest.mark.gpu
