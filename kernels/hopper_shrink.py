@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from kernels.dependent_launch import wait_for_inputs
 from kernels.hopper_multiply import barrier, multiply, product_layout, row_layout
 
-ROWS = gl.constexpr(16)  # whose ranks are stored at once
+ELEMENTS = gl.constexpr(32)  # of a tile, that a thread stores at once
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def load_part(places, mask, part, parts, stride):
 
 
 @gluon.jit
-def own_rows(first, slot, there, row_slot, num_tokens, layout: gl.constexpr):
+def own_rows(first, slot, there, row_slot, num_tokens, ROWS: gl.constexpr, layout: gl.constexpr):
     """ROWS rows from `first` on, and which of the ranks are `there` and of a row's slot."""
     m = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     of_row = gl.load(row_slot + m, mask=m < num_tokens, other=-1)
@@ -88,24 +88,25 @@ def keep_own_ranks(
 ):
     """Store of the tile `acc` [BLOCK_N, BLOCK_M], one of `splits`, each row's ranks of its own
     slot; the last of the splits to arrive adds them up."""
-    # Some rows at a time: a thread has registers for their addresses.
+    MOST: gl.constexpr = ELEMENTS * 32 * gl.num_warps() // BLOCK_N
+    ROWS: gl.constexpr = BLOCK_M if BLOCK_M < MOST else MOST
     tile_acc = gl.allocate_shared_memory(
         gl.float32, [BLOCK_N, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]), acc
     )
     sums = shrunk + (stacked * MAX_RANK + rank)[:, None]
     stride = shrunk_rows.to(gl.int64) * SHRUNK_STRIDE
     parts = sums + split * stride
-    for chunk in gl.static_range(BLOCK_M // ROWS):
-        m, own = own_rows(chunk * ROWS, slot, there, row_slot, num_tokens, layout)
-        part = tile_acc.slice(chunk * ROWS, ROWS, dim=1).load(layout)
+    for row in gl.static_range(0, BLOCK_M, ROWS):
+        m, own = own_rows(row, slot, there, row_slot, num_tokens, ROWS, layout)
+        part = tile_acc.slice(row, ROWS, dim=1).load(layout)
         gl.store(parts + m[None, :] * SHRUNK_STRIDE, part, mask=own)
     if splits > 1:
         barrier()  # every thread's part lies there before the arrival is counted
         before = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
         if before == splits - 1:
             gl.store(arrivals + tile, 0)
-            for row in range(0, BLOCK_M, ROWS):
-                m, own = own_rows(row, slot, there, row_slot, num_tokens, layout)
+            for row in gl.static_range(0, BLOCK_M, ROWS):
+                m, own = own_rows(row, slot, there, row_slot, num_tokens, ROWS, layout)
                 places = sums + m[None, :] * SHRUNK_STRIDE
                 gl.store(places, sum_of_parts(places, own, splits, stride, layout), mask=own)
 
