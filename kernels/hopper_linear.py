@@ -6,6 +6,8 @@ weight are under way while the kernel before still runs (`hopper_multiply`), and
 programs, each as long as one of the product's (`hopper_shrink`).
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -287,7 +289,12 @@ def _launch(
 
 
 def _descriptor(rows: torch.Tensor, block_rows: int, block_k: int) -> TensorDescriptor:
-    dtype = gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16
-    block = [block_rows, block_k]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor.from_tensor(rows, block, layout)
+    layout = _layout(rows.dtype, block_rows, block_k)
+    return TensorDescriptor.from_tensor(rows, [block_rows, block_k], layout)
+
+
+@lru_cache
+def _layout(dtype: torch.dtype, block_rows: int, block_k: int) -> gl.NVMMASharedLayout:
+    """Kept, for making one takes longer on the host than the rest of a launch."""
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([block_rows, block_k], element)

@@ -53,7 +53,7 @@ _Tiles = tuple[tuple[int, int, int, int], ...]
 _FEW_ROWS: _Tiles = ((64, 128, 4, 5), (64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 8, 5))
 _MANY_ROWS: _Tiles = ((128, 64, 8, 5),)
 _HOPPER_FEW_ROWS: _Tiles = ((64, 128, 4, MOST_STAGES), (64, 128, 4, 3), (128, 64, 8, MOST_STAGES))
-_HOPPER_MANY_ROWS: _Tiles = ((64, 64, 4, MOST_STAGES), (128, 64, 4, MOST_STAGES))
+_HOPPER_MANY_ROWS: _Tiles = ((64, 128, 4, MOST_STAGES), (128, 64, 4, MOST_STAGES))
 """Tiles to try: block_n, block_k, warps, stages."""
 
 

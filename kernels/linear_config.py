@@ -124,17 +124,17 @@ def _hopper_tiles_for_many(
 ) -> LinearConfig | None:
     """Above MAX_ROWS rows: tiles that each have a multiprocessor, or wide ones of which it has one
     or two; otherwise the library."""
-    block_m, block_k = ROW_BLOCKS[-1], 64
+    block_m = ROW_BLOCKS[-1]
     if num_tokens > block_m:
         return None
     tiles = triton.cdiv(out_features, BLOCK_N)
-    splits = _splits(tiles, in_features, block_k, card)
+    splits = _splits(tiles, in_features, BLOCK_K, card)
     if FILLED <= tiles * splits / card.multiprocessors <= 1:
-        config = LinearConfig(block_m, BLOCK_N, block_k, NUM_WARPS, MOST_STAGES, splits)
+        config = LinearConfig(block_m, BLOCK_N, BLOCK_K, NUM_WARPS, MOST_STAGES, splits)
         return card.fitted(config, tiles * splits)
     tiles = triton.cdiv(out_features, 2 * BLOCK_N)
     if 1 <= tiles / card.multiprocessors <= 2:
-        config = LinearConfig(block_m, 2 * BLOCK_N, block_k, NUM_WARPS, MOST_STAGES)
+        config = LinearConfig(block_m, 2 * BLOCK_N, BLOCK_K // 2, NUM_WARPS, MOST_STAGES)
         return card.fitted(config, tiles)
     return None
 

@@ -19,7 +19,7 @@ from kernels.partials import check_partials, check_rows, sum_partials, sum_parti
 _ELEMENTS_PER_THREAD = 8  # one 16-byte load of a 16-bit dtype
 _MAX_WARPS = 16
 _COLUMNS_A_WARP = 256  # 16 ranks of so much of a 16-bit B are 64 registers a thread
-_MAX_DELTA_ROWS = 64
+_MAX_DELTA_ROWS = 128
 
 
 @triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
@@ -131,7 +131,7 @@ def holds_delta(num_tokens: int, hidden: int, max_rank: int, dtype: torch.dtype)
     `rms_norm`, which spreads a row over many programs.
 
     It is where the registers of the row's one program hold all of its B, of `dtype`, which it then
-    reads while the base product still runs: that is for few rows, which take the own product. A
+    reads while the base product still runs: that is up to 128 rows, which take the own product. A
     rank whose rows of B do not start on 16 bytes is read after it, rank by rank.
     """
     block = triton.next_power_of_2(hidden)

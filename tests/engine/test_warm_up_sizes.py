@@ -175,11 +175,15 @@ def launches(request, tmp_path, monkeypatch):
         yield recorder
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_every_length_of_a_dense_chunk(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "rank", "adds"),
+    [("qwen2", 32, "_add_expand_tile_kernel"), ("qwen3", 16, "_rms_norm_kernel")],
+)
+def test_every_length_of_a_dense_chunk(name, rank, adds, tmp_path, monkeypatch):
     most = 640
     model = AdaptedModel.make(name, tmp_path, {})
     options = {"prefill_chunk_tokens": most, "max_seq_len": most, "graph_batch_sizes": [1]}
+    options["max_lora_rank"] = rank
     with model.engine(Backend("cpu", "tape", 0.0), dtype="bfloat16", **options) as served:
         launches = DenseLaunches(served, monkeypatch)
         monkeypatch.setattr(
@@ -189,7 +193,7 @@ def test_every_length_of_a_dense_chunk(name, tmp_path, monkeypatch):
         )
         covered = set().union(*(launches.of(tokens) for tokens in prefill_sizes(None, most)))
         names = {variant[0] for variant in covered}
-        assert {"_linear_shrink_kernel", "_sgemm_a_kernel", "_add_expand_tile_kernel"} <= names
+        assert {"_linear_shrink_kernel", "_sgemm_a_kernel", adds} <= names
         for tokens in range(1, most + 1):
             missing = launches.of(tokens) - covered
             assert not missing, f"{tokens} tokens: {missing}"
@@ -242,9 +246,13 @@ def launch_product(rows, shape, max_loras, max_rank):
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("max_rank", [16, 256])
 @pytest.mark.parametrize("max_loras", [1, 2, 8, 64, 256])
-def test_products_of_any_shape_and_number_of_slots(name, max_rank, max_loras, monkeypatch):
+@pytest.mark.parametrize("is_hopper", [False, True])
+def test_products_of_any_shape_and_number_of_slots(
+    name, max_rank, max_loras, is_hopper, monkeypatch
+):
     """How many programs shrink decides how a launch is laid out, and so what is compiled."""
     variants = set()
+    monkeypatch.setattr("kernels.hopper_linear.runs_on", lambda device: is_hopper)
     monkeypatch.setattr(
         triton.runtime.jit.JITFunction,
         "run",
@@ -271,6 +279,8 @@ def test_products_of_any_shape_and_number_of_slots(name, max_rank, max_loras, mo
             covered = set().union(*map(of, run))
             for rows in range(first, min(most, 130) + 1):
                 assert of(rows) <= covered, f"{rows} rows"
+            kernels = {"_hopper_linear_kernel" if is_hopper else "_linear_shrink_kernel"}
+            assert {variant[0] for variant in covered} == kernels
     assert product_sizes(projections, 0, max_rank, most) == []
 
 
