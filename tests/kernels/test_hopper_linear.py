@@ -10,7 +10,8 @@ import torch
 from kernels.hopper_linear import is_for_hopper, launch_hopper_linear, launch_hopper_linear_shrink
 from kernels.linear import launch_linear
 from kernels.linear_arrangement import Arrangement, rank_programs, splits_in_launch
-from kernels.linear_config import H200, LinearConfig, row_bucket, tiles_for
+from kernels.linear_choice import candidates
+from kernels.linear_config import H200, LinearConfig, Product, row_bucket, tiles_for
 from kernels.linear_shrink import launch_linear_shrink
 from tests.kernels.cross_compile import compile_each
 from tests.kernels.test_linear_shrink import BF16, F16, Case, Run
@@ -159,6 +160,26 @@ def test_asks_for_weights_before_it_waits(shrinks):
         assert len(tiles) >= 3  # one wait for either kind of tile
         assert blocks[0] in (0, ahead)  # of the product's tile; A goes by elements
         assert sum(elements) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64, 128])
+def test_what_is_measured_compiles(rows, monkeypatch):
+    """Every candidate for a product, in partials and not."""
+    monkeypatch.setattr("kernels.hopper_linear.runs_on", lambda device: True)
+    found = {
+        replace(config, splits=min(config.splits, 2))
+        for shape in ((6144, 4096), (2048, 4096), (28672, 4096))
+        for config in candidates(Product(rows, *shape, BF16), H200, takes_partials=True)
+    }
+    assert len(found) >= 3
+    for config in found:
+        case = Case([0] * rows, [[1]], 256, 1024, 1, 1, config.splits, dtype=BF16)
+        if config.splits == 1:
+            case = replace(case, splits=0)
+        run = Run.of(case)
+        assert is_for_hopper(config, run.x, run.weight)
+        kernel = compiled(case, config, shrinks=False)
+        assert kernel.metadata.shared <= H200.shared_bytes
 
 
 def test_what_is_not_for_hopper(monkeypatch):
