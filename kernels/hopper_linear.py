@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.hopper_multiply import multiply, product_layout
+from kernels.hopper_multiply import end_barriers, multiply, new_barriers, product_layout
 from kernels.hopper_shrink import hopper_shrink_tile
 from kernels.linear_arrangement import Arrangement
 from kernels.linear_config import HOPPER, LinearConfig, card
@@ -58,6 +58,7 @@ def hopper_product_tile(
         biased = row < gl.where(split == 0, N, 0)
         acc += gl.load(bias + row, mask=biased, other=0.0).to(gl.float32)[:, None]
     last_k = gl.minimum(first_k + SPLIT_K, K)
+    ready = new_barriers(STAGES)
     acc = multiply(
         x,
         weight,
@@ -67,6 +68,7 @@ def hopper_product_tile(
         first_k,
         last_k,
         acc,
+        ready,
         K,
         BLOCK_M,
         BLOCK_N,
@@ -86,6 +88,7 @@ def hopper_product_tile(
         mask = mask & (n < N)[:, None]
     places = out + (split * split_rows).to(gl.int64) * OUT_STRIDE
     gl.store(places + m[None, :] * OUT_STRIDE + n[:, None], result, mask=mask)
+    end_barriers(ready)
 
 
 @gluon.jit(

@@ -40,6 +40,24 @@ def row_layout(block_k, num_warps):
 
 
 @gluon.jit
+def new_barriers(STAGES: gl.constexpr):
+    """One for each stage, for `multiply` alone; given up with `end_barriers`."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for number in gl.static_range(STAGES):
+        mbarrier.init(ready.index(number), count=1)
+    fence_async_shared()
+    barrier()
+    return ready
+
+
+@gluon.jit
+def end_barriers(ready):
+    """At a program's end: until then nothing else may lie where barriers are, and to the compiler
+    all of them live as long as one."""
+    mbarrier.invalidate(ready.index(0))
+
+
+@gluon.jit
 def ask_for_weights(
     weight,
     first_n,
@@ -76,6 +94,7 @@ def multiply(
     first_k,
     last_k,
     acc,
+    ready,
     K: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -89,21 +108,16 @@ def multiply(
     the rows from `first_n` on of the descriptor `weight`, in blocks [BLOCK_N, BLOCK_K], or, where
     that is None, rows at the BLOCK_N addresses `weight_rows`, 0 where not `there`. Waits for x,
     having asked for the first blocks of W. `last_k` - `first_k` is a whole number of blocks, but
-    at the end of K.
+    at the end of K. ready: `new_barriers`.
     """
     AHEAD: gl.constexpr = STAGES - 1
     dtype: gl.constexpr = x.dtype
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], dtype)
     stages_w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_layout)
     stages_x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # What a stage's barrier counts: bytes that the accelerator copies, not those that lanes do.
     ROWS: gl.constexpr = BLOCK_M + BLOCK_N if weight is not None else BLOCK_M
     BYTES: gl.constexpr = ROWS * BLOCK_K * 2
-    for number in gl.static_range(STAGES):
-        mbarrier.init(ready.index(number), count=1)
-    fence_async_shared()
-    barrier()
     steps = (last_k - first_k + BLOCK_K - 1) // BLOCK_K
     for number in gl.static_range(AHEAD):
         is_ready = ready.index(number)

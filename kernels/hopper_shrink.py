@@ -8,7 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.dependent_launch import wait_for_inputs
-from kernels.hopper_multiply import barrier, multiply, product_layout, row_layout
+from kernels.hopper_multiply import (
+    barrier,
+    end_barriers,
+    multiply,
+    new_barriers,
+    product_layout,
+    row_layout,
+)
 
 ELEMENTS = gl.constexpr(32)  # of a tile, that a thread stores at once
 
@@ -161,6 +168,7 @@ def hopper_shrink_tile(
         a_rows = address.to(gl.pointer_type(arena.dtype.element_ty))
         a_rows = gl.multiple_of(a_rows, 16) + rank * K
         first_k = split * split_blocks * BLOCK_K
+        ready = new_barriers(STAGES)
         acc = multiply(
             x,
             None,
@@ -170,6 +178,7 @@ def hopper_shrink_tile(
             first_k,
             gl.minimum(first_k + split_blocks * BLOCK_K, K),
             gl.zeros([BLOCK_N, BLOCK_M], gl.float32, multiplied),
+            ready,
             K,
             BLOCK_M,
             BLOCK_N,
@@ -197,5 +206,6 @@ def hopper_shrink_tile(
             SHRUNK_STRIDE,
             MAX_RANK,
         )
+        end_barriers(ready)
     else:
         wait_for_inputs(PDL)
