@@ -19,7 +19,7 @@ from kernels.activation import gated_activation
 from kernels.add_expand import add_expand
 from kernels.embedding import embed
 from kernels.linear import linear
-from kernels.linear_config import linear_splits
+from kernels.linear_config import linear_config, linear_splits
 from kernels.lora_arguments import NO_LORA
 from kernels.norm import add_rms_norm, holds_delta, rms_norm
 from kernels.rotary import rotary_kv_write
@@ -145,14 +145,17 @@ class Decoder:
         """`ws.residual` += x Wᵀ and its deltas, `ws.hidden` the norm of the sum."""
         norm = (norm_weight, self.architecture.norm_eps, self.architecture.norm_weight_offset)
         (tokens, width), hidden = x.shape, ws.delta.shape[1]
-        splits, out = linear_splits(tokens, hidden, width, x.dtype, x.device), ws.delta
+        product = (tokens, hidden, width, x.dtype, x.device)
+        splits, out = linear_splits(*product), ws.delta
         if splits > 1:  # the op that adds them up is the next anyway
             out = ws.product[: splits * out.numel()].view(splits, *out.shape)
         delta = project(x, projection, index, target, lora, out, fold=True)
         if (
             lora is None
             or delta is NO_LORA
-            or holds_delta(tokens, hidden, lora.max_rank, lora.arena.dtype)
+            or holds_delta(
+                tokens, hidden, lora.max_rank, lora.arena.dtype, linear_config(*product) is not None
+            )
         ):
             add_rms_norm(out, ws.residual, *delta, *norm, ws.hidden)
         else:

@@ -3,7 +3,7 @@
 
 Two things are sooner than in Triton's kernels, which serve other cards: the first blocks of a
 weight are under way while the kernel before still runs (`hopper_multiply`), and x A^T takes few
-programs, each as long as one of the product's (`hopper_shrink`).
+programs (`hopper_shrink`).
 """
 
 from functools import lru_cache
@@ -24,7 +24,8 @@ from kernels.lora_shrink import shrink_arguments
 from kernels.partials import rows_a_split, splits_of
 
 ALIGNMENT = 16  # bytes, at which rows that are copied begin
-WARP_ROWS = 16  # of W that each of a warp group's four warps multiplies
+WARP_GROUP = 4  # warps
+WARP_ROWS = 16  # of W, that each of them multiplies at once
 
 
 @gluon.jit
@@ -199,7 +200,9 @@ def is_for_hopper(
     config: LinearConfig, x: torch.Tensor, weight: torch.Tensor, arena: torch.Tensor | None = None
 ) -> bool:
     """Whether `_hopper_linear_kernel` can compute a product, and x A^T of weights in `arena`."""
-    fits = config.block_n >= WARP_ROWS * config.num_warps and config.block_k in (64, 128)
+    rows_a_warp = config.block_n // config.num_warps
+    fits = config.num_warps % WARP_GROUP == 0 and WARP_ROWS <= rows_a_warp <= 2 * WARP_ROWS
+    fits = fits and config.block_k in (64, 128) and config.num_stages >= 2
     is_one_dtype = arena is None or arena.dtype == x.dtype
     return runs_on(x.device) and fits and is_one_dtype and _is_aligned(x) and _is_aligned(weight)
 

@@ -2,10 +2,10 @@
 kernel before this one ended.
 
 Written in Gluon, Triton's language that names its buffers: Triton's own pipeliner cannot start one
-operand of a product before the wait and the other after it. Copies are the tensor memory
-accelerator's, several stages ahead of the product on the tensor cores. Method: CUTLASS's
-multistage mainloop, its "prefetch of weights" for programmatic dependent launch, and Triton's
-Gluon tutorials.
+operand of a product before the wait and the other after it. Copies run several stages ahead of the
+product on the tensor cores: blocks of a matrix by the tensor memory accelerator, rows that lie
+anywhere by the lanes (cp.async). Method: CUTLASS's multistage mainloop, its "prefetch of weights"
+for programmatic dependent launch, and Triton's Gluon tutorials.
 """
 
 from triton.experimental import gluon
@@ -110,6 +110,7 @@ def multiply(
     having asked for the first blocks of W. `last_k` - `first_k` is a whole number of blocks, but
     at the end of K. ready: `new_barriers`.
     """
+    gl.static_assert(STAGES >= 2, "no stage to copy into while another is multiplied")
     AHEAD: gl.constexpr = STAGES - 1
     dtype: gl.constexpr = x.dtype
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], dtype)
@@ -143,6 +144,8 @@ def multiply(
         stage, ahead = step % STAGES, step + AHEAD
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
         if weight is None:
+            # No proxy fence, which would wait for all copies in flight: neither CUTLASS nor Triton
+            # has one between copies by lanes and the product that reads them.
             async_copy.wait_group(AHEAD - 1)
             barrier()
         block_x = stages_x.index(stage).permute((1, 0))
@@ -168,4 +171,6 @@ def multiply(
         )
     if weight is None:
         async_copy.wait_group(0)
-    return warpgroup_mma_wait(0, deps=[acc])
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()  # all warps are: what comes next may lie where the stages were
+    return acc

@@ -1,7 +1,7 @@
 """A tile of x A^T on Hopper: ranks of several adapter slots, one after the other, by all rows.
 
-As wide as a tile of the base product, so that both take as long, and few programs do: of each
-row the tile keeps the ranks of its own slot. What `lora_shrink` computes, to the bit.
+As wide as a tile of the base product, so that few programs do: of each row the tile keeps the
+ranks of its own slot. What `lora_shrink` computes, to the bit.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ from kernels.hopper_multiply import (
     row_layout,
 )
 
-ELEMENTS = gl.constexpr(32)  # of a tile, that a thread stores at once
+ELEMENTS = gl.constexpr(4096)  # of a tile that are stored at once: 32 a thread of four warps
 
 
 @gluon.jit
@@ -95,7 +95,7 @@ def keep_own_ranks(
 ):
     """Store of the tile `acc` [BLOCK_N, BLOCK_M], one of `splits`, each row's ranks of its own
     slot; the last of the splits to arrive adds them up."""
-    MOST: gl.constexpr = ELEMENTS * 32 * gl.num_warps() // BLOCK_N
+    MOST: gl.constexpr = ELEMENTS // BLOCK_N
     ROWS: gl.constexpr = BLOCK_M if BLOCK_M < MOST else MOST
     tile_acc = gl.allocate_shared_memory(
         gl.float32, [BLOCK_N, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]), acc

@@ -7,7 +7,7 @@ import triton
 from kernels.linear_config import HOPPER, MAX_ROWS, MIN_SPLIT_K, Card, LinearConfig
 from kernels.lora_segments import shrink_split_k
 
-SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's
+SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's, with few rows
 MANY_ROWS_SPLITS = 2  # of x A^T above MAX_ROWS rows: as many as a product's mostly
 
 
@@ -55,13 +55,14 @@ def splits_in_launch(
 ) -> int:
     """In how many parts of K x A^T is computed in the launch of its product, which has `partials`;
     0: in a launch of its own, beside that product."""
-    if config is None:
+    if config is None or not config.serves(partials):
         return 0
     if num_tokens <= MAX_ROWS or card.capability != HOPPER:
         return shrink_split_k(num_tokens, in_features)
     splits = max(1, min(MANY_ROWS_SPLITS, in_features // MIN_SPLIT_K))
     products = product_programs(config, out_features, partials)
-    shrinks = rank_programs(config, num_tokens, stack, max_loras, max_rank, splits)
+    # Of all rows that share the tiles: their bits must not depend on how many they are.
+    shrinks = rank_programs(config, config.block_m, stack, max_loras, max_rank, splits)
     # Each of few programs has a multiprocessor to itself. One too many would come after them all.
     is_second_round = products <= card.multiprocessors < products + shrinks
-    return 0 if is_second_round else splits
+    return 0 if is_second_round or shrinks > card.multiprocessors else splits

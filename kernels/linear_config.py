@@ -18,7 +18,7 @@ import triton
 MAX_ROWS = 64
 ROW_BLOCKS = (16, 32, 64, 128)
 """Launches of up to each of these row counts share their tiles; their stages too, but for those
-beside x A^T (`linear_shrink.arranged`)."""
+beside x A^T (`linear_arrangement.arranged`)."""
 BLOCK_N, BLOCK_K, NUM_WARPS = 64, 128, 4
 MIN_SPLIT_K = 1024
 FILLED = 0.6  # of the multiprocessors that have a program: with fewer, K is split
@@ -48,6 +48,11 @@ class LinearConfig:
     def shared_bytes(self) -> int:
         """Bound on the shared memory of the pipelined loads of 16-bit elements."""
         return (self.block_n + self.block_m) * self.block_k * 2 * self.num_stages
+
+    def serves(self, partials: int) -> bool:
+        """Whether it is better than the library for a result in so many partials. With many rows a
+        tile that is made for some of K is not for all of it."""
+        return self.block_m <= MAX_ROWS or self.splits in (1, partials)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from kernels.partials import check_partials, check_rows, sum_partials, sum_parti
 _ELEMENTS_PER_THREAD = 8  # one 16-byte load of a 16-bit dtype
 _MAX_WARPS = 16
 _COLUMNS_A_WARP = 256  # 16 ranks of so much of a 16-bit B are 64 registers a thread
-_MAX_DELTA_ROWS = 128
+_MAX_DELTA_ROWS = 64  # behind any product
+_MAX_OWN_DELTA_ROWS = 128  # behind one that lets the norm up before its end
 
 
 @triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
@@ -126,17 +127,19 @@ def _launch(
     )
 
 
-def holds_delta(num_tokens: int, hidden: int, max_rank: int, dtype: torch.dtype) -> bool:
+def holds_delta(
+    num_tokens: int, hidden: int, max_rank: int, dtype: torch.dtype, is_own: bool
+) -> bool:
     """Whether `add_rms_norm` is the quicker way to add deltas, and not `add_expand` before
     `rms_norm`, which spreads a row over many programs.
 
     It is where the registers of the row's one program hold all of its B, of `dtype`, which it then
-    reads while the base product still runs: that is up to 128 rows, which take the own product. A
-    rank whose rows of B do not start on 16 bytes is read after it, rank by rank.
+    reads while the base product still runs: with many rows that takes a product which `is_own`, not
+    the library's. A rank whose rows of B do not start on 16 bytes is read after it, rank by rank.
     """
     block = triton.next_power_of_2(hidden)
     fits = block <= _MAX_WARPS * _COLUMNS_A_WARP and max_rank <= 16 and dtype.itemsize == 2
-    return fits and num_tokens <= _MAX_DELTA_ROWS
+    return fits and num_tokens <= (_MAX_OWN_DELTA_ROWS if is_own else _MAX_DELTA_ROWS)
 
 
 def _check(weight: torch.Tensor, *rows: torch.Tensor) -> None:

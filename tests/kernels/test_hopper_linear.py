@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.hopper_linear import is_for_hopper, launch_hopper_linear, launch_hopper_linear_shrink
-from kernels.linear import launch_linear
+from kernels.linear import launch_linear, linear_triton
 from kernels.linear_arrangement import Arrangement, rank_programs, splits_in_launch
 from kernels.linear_choice import candidates
 from kernels.linear_config import H200, LinearConfig, Product, row_bucket, tiles_for
@@ -144,22 +144,33 @@ def test_compiles_into_the_shared_memory_of_its_stages(name, tiles, shrinks, dty
     assert kernel.metadata.shared <= H200.shared_bytes
 
 
-@pytest.mark.parametrize("shrinks", [False, True])
-def test_asks_for_weights_before_it_waits(shrinks):
-    case = replace(CASES["qkv"], dtype=BF16)
+def test_asks_for_weights_before_it_waits():
+    """Blocks of W in a product's tile, elements of A in an x A^T's: each of all stages but one."""
     config = LinearConfig(16, 64, 128, 4, 5)
-    code = compiled(case, config, shrinks).asm["ptx"]
-    tiles = code.split("griddepcontrol.wait")
-    blocks = [len(re.findall(r"cp\.async\.bulk\.tensor", part)) for part in tiles]
-    elements = [len(re.findall(r"cp\.async\.cg", part)) for part in tiles]
-    ahead = config.num_stages - 1
-    if not shrinks:
-        assert blocks[-2:] == [ahead, ahead + 2]  # W; then x, and both again in the loop
-        assert sum(elements) == 0
-    else:
-        assert len(tiles) >= 3  # one wait for either kind of tile
-        assert blocks[0] in (0, ahead)  # of the product's tile; A goes by elements
-        assert sum(elements) > 0
+    code = compiled(replace(CASES["qkv"], dtype=BF16), config, shrinks=True).asm["ptx"]
+    asked = []
+    for before in code.split("griddepcontrol.wait")[:-1]:
+        tile = before[before.rfind("mbarrier.init") :]
+        if "mbarrier.init" in tile and "wgmma.mma_async" not in tile:
+            blocks = len(re.findall(r"cp\.async\.bulk\.tensor", tile))
+            asked.append((blocks, len(re.findall(r"cp\.async\.cg", tile))))
+    ahead, copies = config.num_stages - 1, 64 * 128 // 8 // 128  # of 8 elements a lane
+    assert sorted(asked) == [(0, ahead * copies), (ahead, 0)]
+
+
+@pytest.mark.parametrize("tiles", [(64, 128, 4, 5), (128, 64, 8, 4), (64, 128, 4, 3)])
+@pytest.mark.parametrize("name", ["qkv", "sixty", "full"])
+def test_stages_are_free_before_anything_else_lies_there(name, tiles):
+    """A warp may be through with the last product while another still multiplies."""
+    case = replace(CASES[name], dtype=BF16)
+    code = compiled(case, config_of(case, tiles), shrinks=True).asm["ptx"]
+    last = r"wgmma\.wait_group\.sync\.aligned\s+0"
+    ends = [code[match.end() :] for match in re.finditer(last, code)]
+    assert len(ends) == 2
+    for end in ends:
+        first = re.search(r"bar\.sync|st\.shared|stmatrix", end)
+        assert first is not None
+        assert first.group() == "bar.sync"
 
 
 @pytest.mark.parametrize("rows", [1, 32, 64, 128])
@@ -194,6 +205,9 @@ def test_what_is_not_for_hopper(monkeypatch):
     assert not is_for_hopper(replace(config, block_n=32), x, weight)
     assert not is_for_hopper(replace(config, block_k=32), x, weight)
     assert not is_for_hopper(replace(config, num_warps=8), x, weight)
+    assert not is_for_hopper(replace(config, block_n=32, num_warps=2), x, weight)
+    assert not is_for_hopper(replace(config, block_n=256), x, weight)
+    assert not is_for_hopper(replace(config, num_stages=1), x, weight)
 
 
 def test_x_a_t_has_a_launch_of_its_own_where_it_would_come_second():
@@ -207,12 +221,43 @@ def test_x_a_t_has_a_launch_of_its_own_where_it_would_come_second():
     assert splits(128, (4096, 4096), 8, 17) == 0
     assert splits(128, (4096, 4096), 9, 16) == 0
     assert splits(128, (6144, 4096), 64, 16) == 2
-    assert splits(128, (28672, 4096), 64, 256) == 2  # two programs at once on each
+    assert splits(128, (28672, 4096), 8, 64) == 2  # two programs at once on each
+    assert splits(128, (28672, 4096), 64, 256) == 0
     assert splits(128, (6144, 1536), 8, 16) == 1
     assert splits(128, (128256, 4096), 8, 16) == 0
     blackwell = replace(H200, capability=(10, 0))
     assert splits(128, (28672, 4096), 8, 16, blackwell) == 4
     assert splits(128, (4096, 4096), 8, 16, blackwell) == 0
+
+
+@pytest.mark.parametrize("max_loras", [8, 66, 100, 256])
+@pytest.mark.parametrize("shape", [(6144, 4096), (5120, 5120), (28672, 4096)])
+def test_how_many_rows_there_are_changes_no_split(shape, max_loras):
+    """Up to MAX_ROWS it is `shrink_split_k`, above one number for all that share tiles."""
+    found = {
+        splits_in_launch(tiles_for(rows, *shape, H200), rows, *shape, 1, 1, max_loras, 16, H200)
+        for rows in range(65, 129)
+    }
+    assert len(found) == 1
+
+
+def test_many_rows_and_half_of_k_is_the_librarys(monkeypatch):
+    """Tiles made for partials are too few where nobody takes partials."""
+    config = tiles_for(128, 3072, 2048, H200)
+    assert config.splits == 2
+    assert config.serves(2)
+    assert not config.serves(1)
+    assert replace(config, splits=1).serves(1)
+    assert tiles_for(8, 3072, 2048, H200).serves(1)
+    assert splits_in_launch(config, 128, 3072, 2048, 2, 3, 8, 16, H200) == 2
+    assert splits_in_launch(config, 128, 3072, 2048, 1, 3, 8, 16, H200) == 0
+    launched = []
+    monkeypatch.setattr("kernels.linear.launch_linear", lambda *args: launched.append(args))
+    x, weight = torch.ones(128, 2048, dtype=BF16), torch.ones(3072, 2048, dtype=BF16)
+    linear_triton(x, weight, None, torch.empty(128, 3072, dtype=BF16))
+    assert not launched
+    linear_triton(x, weight, None, torch.empty(2, 128, 3072))
+    assert len(launched) == 1
 
 
 def test_ranks_of_several_slots_share_a_tile():

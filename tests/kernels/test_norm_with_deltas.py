@@ -145,11 +145,13 @@ def test_base_rows_keep_their_bits_at_model_widths(hidden, partials):
 
 
 def test_a_row_in_registers_is_what_it_is_for():
-    assert holds_delta(128, 4096, 16, BF16)
-    assert not holds_delta(129, 4096, 16, BF16), "the library's product, which nothing overlaps"
-    assert not holds_delta(8, 4096, 17, BF16)
-    assert not holds_delta(8, 5120, 16, BF16)
-    assert not holds_delta(8, 2048, 16, torch.float32)
+    assert holds_delta(64, 4096, 16, BF16, False)
+    assert not holds_delta(65, 4096, 16, BF16, False), "the library's, which nothing overlaps"
+    assert holds_delta(128, 4096, 16, BF16, True)
+    assert not holds_delta(129, 4096, 16, BF16, True)
+    assert not holds_delta(8, 4096, 17, BF16, True)
+    assert not holds_delta(8, 5120, 16, BF16, True)
+    assert not holds_delta(8, 2048, 16, torch.float32, True)
 
 
 @pytest.mark.parametrize("name", ["bf16", "higher_ranks", "many_rows"])
