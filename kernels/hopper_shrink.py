@@ -7,9 +7,9 @@ ranks of its own slot. What `lora_shrink` computes, to the bit.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.arrivals import arrives_last
 from kernels.dependent_launch import wait_for_inputs
 from kernels.hopper_multiply import (
-    barrier,
     end_barriers,
     multiply,
     new_barriers,
@@ -107,11 +107,8 @@ def keep_own_ranks(
         m, own = own_rows(row, slot, there, row_slot, num_tokens, ROWS, layout)
         part = tile_acc.slice(row, ROWS, dim=1).load(layout)
         gl.store(parts + m[None, :] * SHRUNK_STRIDE, part, mask=own)
-    if splits > 1:
-        barrier()  # every thread's part lies there before the arrival is counted
-        before = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
-        if before == splits - 1:
-            gl.store(arrivals + tile, 0)
+    if splits > 1:  # noqa: SIM102 - `and` would count the arrival either way
+        if arrives_last(arrivals + tile, splits):
             for row in gl.static_range(0, BLOCK_M, ROWS):
                 m, own = own_rows(row, slot, there, row_slot, num_tokens, ROWS, layout)
                 places = sums + m[None, :] * SHRUNK_STRIDE
