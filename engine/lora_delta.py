@@ -128,8 +128,9 @@ class LoRADelta:
         self, x: torch.Tensor, projection: Projection, tables: LinearTables, out: torch.Tensor
     ) -> torch.Tensor:
         """`out` = x Wᵀ + bias, and x Aᵀ [T, stack · max_rank], which needs nothing but `x`: in the
-        same launch where the product is our own, else beside the product, which is what goes on
-        the branch: so it comes first to the multiprocessors, and x Aᵀ to what room it leaves."""
+        same launch where the product is our own and its launch has room, else beside the product,
+        which is what goes on the branch: so it comes first to the multiprocessors, and x Aᵀ to
+        what room it leaves."""
         tokens, width = x.shape[0], len(projection.slice_sizes) * self.max_rank
         info, weight, bias = self.info, projection.weight, projection.bias
         in_launch = self._splits_in_launch(x, weight, tables, out)

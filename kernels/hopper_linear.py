@@ -9,7 +9,6 @@ programs (`hopper_shrink`).
 from functools import lru_cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.hopper_multiply import end_barriers, multiply, new_barriers, product_layout
 from kernels.hopper_shrink import hopper_shrink_tile
-from kernels.linear_arrangement import Arrangement
+from kernels.linear_arrangement import Arrangement, product_programs
 from kernels.linear_config import HOPPER, LinearConfig, card
 from kernels.lora_segments import TABLES
 from kernels.lora_shrink import shrink_arguments
@@ -26,6 +25,19 @@ from kernels.partials import rows_a_split, splits_of
 ALIGNMENT = 16  # bytes, at which rows that are copied begin
 WARP_GROUP = 4  # warps
 WARP_ROWS = 16  # of W, that each of them multiplies at once
+
+NO_TABLES = (None,) * 8
+NO_SHRINK = {
+    "max_segments": 0,
+    "shrunk_rows": 0,
+    "split_blocks": 0,
+    "splits": 0,
+    "SHRUNK_STRIDE": 0,
+    "STACK": 0,
+    "MAX_RANK": 0,
+    "MAX_LORAS": 0,
+}
+"""What the kernel is told of x A^T where there is none."""
 
 
 @gluon.jit
@@ -223,12 +235,8 @@ def launch_hopper_linear(
     out: torch.Tensor,
 ) -> None:
     """`launch_linear`, of checked arguments that are for Hopper."""
-    programs = triton.cdiv(weight.shape[0], config.block_n) * splits_of(out)
-    arrangement = Arrangement(programs, False, config)
-    names = ("SHRUNK_STRIDE", "STACK", "MAX_RANK", "MAX_LORAS")
-    numbers = ("max_segments", "shrunk_rows", "split_blocks", "splits")
-    constants = dict.fromkeys(names + numbers, 0)
-    _launch(arrangement, x, weight, bias, out, (None,) * 8, constants)
+    programs = product_programs(config, weight.shape[0], splits_of(out))
+    _launch(Arrangement(programs, False, config), x, weight, bias, out, NO_TABLES, NO_SHRINK)
 
 
 def launch_hopper_linear_shrink(
@@ -250,13 +258,10 @@ def launch_hopper_linear_shrink(
     """`launch_linear_shrink`, of checked arguments that are for Hopper, as `arrangement` says."""
     stack, max_loras = a_ptrs.shape
     shrink = shrink_arguments(x, arena, max_loras, max_rank, shrunk)
-    names = ("max_segments", "shrunk_rows", "splits", "SHRUNK_STRIDE", "MAX_RANK", "MAX_LORAS")
     split_k, block_k = shrink["blocks_per_split"] * shrink["BLOCK_A"], arrangement.config.block_k
     assert split_k % block_k == 0, f"splits of {split_k}, in blocks of {block_k}"
-    constants = {name: shrink[name] for name in names} | {
-        "split_blocks": split_k // block_k,
-        "STACK": stack,
-    }
+    shrink |= {"split_blocks": split_k // block_k, "STACK": stack}
+    constants = {name: shrink[name] for name in NO_SHRINK}
     tables = (arena, a_ptrs, lora_ranks, seg_indptr, weight_indices, row_slot, shrunk, arrivals)
     _launch(arrangement, x, weight, bias, out, tables, constants)
 
@@ -301,6 +306,6 @@ def _descriptor(rows: torch.Tensor, block_rows: int, block_k: int) -> TensorDesc
 
 @lru_cache
 def _layout(dtype: torch.dtype, block_rows: int, block_k: int) -> gl.NVMMASharedLayout:
-    """Kept, for making one takes longer on the host than the rest of a launch."""
+    """Kept, for making one takes several times as long as the rest of a descriptor."""
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([block_rows, block_k], element)

@@ -2,7 +2,8 @@
 
 Knows nothing about LoRA, and about how weights are stored only that they are plain matrices
 today; a quantised base changes this file. `linear_config` says whether a product is the own
-kernel's, which reads weights once at the speed of memory for a few rows, or the library's.
+kernel's, which reads weights once at the speed of memory for a few rows, or the library's; on
+Hopper `hopper_linear` launches the former.
 
 Of the own kernel a row's bits depend on its x, the weights and the shapes, never on other rows.
 """
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.hopper_linear import is_for_hopper, launch_hopper_linear
+from kernels.linear_arrangement import product_programs
 from kernels.linear_config import LinearConfig, linear_config
 from kernels.op import FLOATS, define_op
 from kernels.partials import rows_a_split, splits_of
@@ -177,7 +179,7 @@ def launch_linear(
     if is_for_hopper(config, x, weight):
         launch_hopper_linear(config, x, weight, bias, out)
         return
-    _linear_kernel[(triton.cdiv(weight.shape[0], config.block_n) * splits_of(out),)](
+    _linear_kernel[(product_programs(config, weight.shape[0], splits_of(out)),)](
         x,
         weight,
         bias,

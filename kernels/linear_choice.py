@@ -115,9 +115,9 @@ def ruled(product: Product, card: Card, takes_partials: bool) -> LinearConfig | 
     """What `tiles_for` says, without splits where nobody takes partials; with many rows the
     library then, for it splits K on its own."""
     rule = tiles_for(product.rows, product.out_features, product.in_features, card)
-    if rule is None or takes_partials or rule.splits == 1:
+    if rule is None or takes_partials:
         return rule
-    return replace(rule, splits=1) if product.rows <= MAX_ROWS else None
+    return replace(rule, splits=1) if rule.serves(1) else None
 
 
 def candidates(product: Product, card: Card, takes_partials: bool) -> list[LinearConfig]:
@@ -129,9 +129,9 @@ def candidates(product: Product, card: Card, takes_partials: bool) -> list[Linea
     rule = ruled(product, card, takes_partials)
     found = [] if rule is None else [rule]
     block_m = max(16, product.rows)
-    few, many = (_FEW_ROWS, _MANY_ROWS)
+    few, many = _FEW_ROWS, _MANY_ROWS
     if card.capability == HOPPER:
-        few, many = (_HOPPER_FEW_ROWS, _HOPPER_MANY_ROWS)
+        few, many = _HOPPER_FEW_ROWS, _HOPPER_MANY_ROWS
     tiles = few if product.rows <= MAX_ROWS else many
     for tile, splits in itertools.product(tiles, SPLITS if takes_partials else (1,)):
         block_n, block_k, num_warps, num_stages = tile

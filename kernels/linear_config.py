@@ -104,22 +104,23 @@ def tiles_for(
     if card.capability < MIN_CAPABILITY or in_features % VECTOR:
         return None
     is_hopper = card.capability == HOPPER
+    if num_tokens > MAX_ROWS and is_hopper:
+        return _hopper_tiles_for_many(num_tokens, out_features, in_features, card)
     if num_tokens > MAX_ROWS:
-        tiles_for_many = _hopper_tiles_for_many if is_hopper else _tiles_for_many
-        return tiles_for_many(num_tokens, out_features, in_features, card)
+        return _tiles_for_many(num_tokens, out_features, card)
     tiles = triton.cdiv(out_features, BLOCK_N)
     filled = tiles / card.multiprocessors
-    splits = _splits(tiles, in_features, BLOCK_K, card)
+    splits = _splits(tiles, in_features, card)
     stages = MOST_STAGES if is_hopper else 5 if filled <= 2 else 4 if filled <= 8 else 3
     block_m = next(rows for rows in ROW_BLOCKS if num_tokens <= rows)
     config = LinearConfig(block_m, BLOCK_N, BLOCK_K, NUM_WARPS, stages, splits)
     return card.fitted(config, tiles * splits)
 
 
-def _splits(tiles: int, in_features: int, block_k: int, card: Card) -> int:
+def _splits(tiles: int, in_features: int, card: Card) -> int:
     filled = tiles / card.multiprocessors
     splits = 1 if filled >= FILLED else 2 if filled >= 0.36 else 4
-    while splits > 1 and (in_features % (splits * block_k) or in_features < splits * MIN_SPLIT_K):
+    while splits > 1 and (in_features % (splits * BLOCK_K) or in_features < splits * MIN_SPLIT_K):
         splits //= 2
     return splits
 
@@ -133,7 +134,7 @@ def _hopper_tiles_for_many(
     if num_tokens > block_m:
         return None
     tiles = triton.cdiv(out_features, BLOCK_N)
-    splits = _splits(tiles, in_features, BLOCK_K, card)
+    splits = _splits(tiles, in_features, card)
     if FILLED <= tiles * splits / card.multiprocessors <= 1:
         config = LinearConfig(block_m, BLOCK_N, BLOCK_K, NUM_WARPS, MOST_STAGES, splits)
         return card.fitted(config, tiles * splits)
@@ -144,9 +145,7 @@ def _hopper_tiles_for_many(
     return None
 
 
-def _tiles_for_many(
-    num_tokens: int, out_features: int, in_features: int, card: Card
-) -> LinearConfig | None:
+def _tiles_for_many(num_tokens: int, out_features: int, card: Card) -> LinearConfig | None:
     """Above MAX_ROWS rows: the library, but for products whose wide tiles give each multiprocessor
     one or two. There both take the same time alone (N = 28672, 128 rows: 66 us), and beside the
     own kernel's end the next kernel comes up."""

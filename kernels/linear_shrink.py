@@ -2,7 +2,7 @@
 
 The shrink is a few small programs beside the product's many: as a launch of its own it would cost
 more in starting than in reading. Tiles are `linear`'s and `sgemm_a`'s own, so each result has the
-bits that its op alone gives.
+bits that its op alone gives; so have those of `hopper_linear`, which computes both on Hopper.
 """
 
 import torch
@@ -170,9 +170,8 @@ def launch_linear_shrink(
     assert row_slot.dtype == torch.int32, f"row_slot is {row_slot.dtype}, not int32"
     products = product_programs(config, weight.shape[0], splits_of(out))
     numbers = (x.shape[0], stack, max_loras, max_rank, shrunk.shape[0])
-    if is_for_hopper(config, x, weight, arena):
-        shrinks = rank_programs(config, *numbers)
-        arrangement = arranged(config, products, shrinks, card(x.device))
+    arrangement = arranged(config, products, rank_programs(config, *numbers), card(x.device))
+    if is_for_hopper(arrangement.config, x, weight, arena):
         by_row = (a_ptrs, lora_ranks, seg_indptr, weight_indices, row_slot)
         launch_hopper_linear_shrink(
             arrangement, x, weight, bias, out, arena, *by_row, max_rank, shrunk, arrivals
@@ -220,7 +219,8 @@ def linear_shrink_triton(
 
     Only where `linear_config` gives the own kernel; raises AssertionError elsewhere, and on
     shapes, dtypes or strides that either op refuses. Reads N·K weights and the A of each slot in
-    use. Tables and segments must be two launches old, as `sgemm_a`'s.
+    use. Tables, segments and `row_slot` (of `lora_metadata`, like those) must be two launches old,
+    as `sgemm_a`'s.
     """
     config = linear_config(x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device)
     assert config is not None, (
