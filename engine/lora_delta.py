@@ -14,9 +14,10 @@ import torch
 from engine.decoder_weights import Projection
 from engine.side_branch import SideBranch
 from kernels.linear import linear
-from kernels.linear_arrangement import splits_in_launch
+from kernels.linear_arrangement import parts_in_product, splits_in_launch
 from kernels.linear_config import MAX_ROWS, card, linear_config
 from kernels.linear_shrink import linear_shrink
+from kernels.linear_shrink_parts import linear_shrink_parts
 from kernels.lora_arguments import NO_LORA
 from kernels.lora_gather import lora_gather
 from kernels.lora_metadata import lora_metadata
@@ -82,19 +83,21 @@ class LoRADelta:
         projection: Projection,
         out: torch.Tensor,
         fold: bool,
+        takes_parts: bool,
     ) -> DeltaArgs:
         """`out` = x Wᵀ + bias of the layers stacked from `first`, for `x` [T, in], and each row's
         deltas: in place, or where `fold` allows and the step is small, returned to be added by
-        the op that reads `out`. `out` is [T, N] or float32 partials [S, T, N]."""
+        the op that reads `out`, which may take x Aᵀ in parts. `out` is [T, N] or float32 partials
+        [S, T, N]."""
         stacked, sizes = slice(first, first + len(projection.slice_sizes)), projection.slice_sizes
         tables = self.tables.linear.at(layer, stacked)
         if self.backend == "torch" and x.is_cuda:
             linear(x, projection.weight, projection.bias, out)
             self._gather(x, tables, sizes, out)
             return NO_LORA
-        info = self.info
-        shrunk = self._shrink_beside(x, projection, tables, out)
-        if fold and x.shape[0] <= MAX_FOLDED_ROWS:
+        info, folds = self.info, fold and x.shape[0] <= MAX_FOLDED_ROWS
+        shrunk = self._shrink_beside(x, projection, tables, out, folds and takes_parts)
+        if folds:
             return (
                 shrunk,
                 self.arena,
@@ -125,28 +128,53 @@ class LoRADelta:
         return NO_LORA
 
     def _shrink_beside(
-        self, x: torch.Tensor, projection: Projection, tables: LinearTables, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        projection: Projection,
+        tables: LinearTables,
+        out: torch.Tensor,
+        takes_parts: bool,
     ) -> torch.Tensor:
-        """`out` = x Wᵀ + bias, and x Aᵀ [T, stack · max_rank], which needs nothing but `x`: in the
-        same launch where the product is our own and its launch has room, else beside the product,
-        which is what goes on the branch: so it comes first to the multiprocessors, and x Aᵀ to
-        what room it leaves."""
+        """`out` = x Wᵀ + bias, and x Aᵀ [T, stack · max_rank], which needs nothing but `x`; or
+        [T, P, stack · max_rank] of P parts. By the programs of the product, where parts are taken,
+        or in its launch, where the product is our own and has room; else beside the product, which
+        is what goes on the branch: so it comes first to the multiprocessors, and x Aᵀ to what room
+        it leaves."""
         tokens, width = x.shape[0], len(projection.slice_sizes) * self.max_rank
         info, weight, bias = self.info, projection.weight, projection.bias
+        product = (x, weight, bias, out)
+        adapters = (self.arena, tables.a_ptrs, tables.lora_ranks)
+        segments = (info.seg_indptr, info.weight_indices, info.pair_row, info.num_segments)
+        parts = self._parts_in_product(x, weight, tables, out) if takes_parts else 0
+        if parts:
+            shrunk = self.shrunk[: tokens * parts * width].view(tokens, parts, width)
+            ranks = (info.row_slot, self.max_rank, shrunk)
+            linear_shrink_parts(*product, *adapters, *segments, *ranks)
+            return shrunk
         in_launch = self._splits_in_launch(x, weight, tables, out)
         splits = in_launch or shrink_split_k(tokens, x.shape[1])
         shrunk = self.shrunk[: splits * tokens * width].view(splits, tokens, width)
-        adapters = (self.arena, tables.a_ptrs, tables.lora_ranks)
-        segments = (info.seg_indptr, info.weight_indices, info.pair_row, info.num_segments)
         result = (self.max_rank, shrunk, self.arrivals)
         if in_launch:
-            linear_shrink(x, weight, bias, out, *adapters, *segments, info.row_slot, *result)
+            linear_shrink(*product, *adapters, *segments, info.row_slot, *result)
             return shrunk[0]
         with self.side.forked():
-            linear(x, weight, bias, out)
+            linear(*product)
         sgemm_a(x, *adapters, *segments, *result)
         self.side.join()
         return shrunk[0]
+
+    def _parts_in_product(
+        self, x: torch.Tensor, weight: torch.Tensor, tables: LinearTables, out: torch.Tensor
+    ) -> int:
+        """Of an x Aᵀ by the product's own programs; 0 where it has others."""
+        if not x.is_cuda or self.arena.dtype != x.dtype:
+            return 0
+        tokens, (out_features, in_features) = x.shape[0], weight.shape
+        config = linear_config(tokens, out_features, in_features, x.dtype, x.device)
+        product = (config, out_features, in_features, splits_of(out))
+        stack, max_loras = tables.a_ptrs.shape
+        return parts_in_product(*product, stack, max_loras, self.max_rank, card(x.device))
 
     def _splits_in_launch(
         self, x: torch.Tensor, weight: torch.Tensor, tables: LinearTables, out: torch.Tensor
@@ -195,10 +223,12 @@ def project(
     lora: LoRADelta | None,
     out: torch.Tensor,
     fold: bool = False,
+    takes_parts: bool = False,
 ) -> DeltaArgs:
     """`out` [T, N] = x Wᵀ + bias, with each row's own adapter where there are adapters; of the
-    deltas what is still to be added, which is nothing unless `fold`."""
+    deltas what is still to be added, which is nothing unless `fold`; x Aᵀ of it in parts only where
+    the next op `takes_parts`."""
     if lora is None:
         linear(x, projection.weight, projection.bias, out)
         return NO_LORA
-    return lora.project(layer, first, x, projection, out, fold)
+    return lora.project(layer, first, x, projection, out, fold, takes_parts)

@@ -23,8 +23,6 @@ from kernels.lora_shrink import shrink_arguments
 from kernels.partials import rows_a_split, splits_of
 
 ALIGNMENT = 16  # bytes, at which rows that are copied begin
-WARP_GROUP = 4  # warps
-WARP_ROWS = 16  # of W, that each of them multiplies at once
 
 NO_TABLES = (None,) * 8
 NO_SHRINK = {
@@ -38,6 +36,50 @@ NO_SHRINK = {
     "MAX_LORAS": 0,
 }
 """What the kernel is told of x A^T where there is none."""
+
+
+@gluon.jit
+def first_sums(
+    bias,
+    first_n,
+    is_first_split,
+    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """[BLOCK_N, BLOCK_M] that a tile's product is added to: of the first split of K the bias."""
+    layout: gl.constexpr = product_layout(BLOCK_M, gl.num_warps())
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
+    if bias is not None:
+        row = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+        biased = row < gl.where(is_first_split, N, 0)
+        acc += gl.load(bias + row, mask=biased, other=0.0).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
+def store_tile(
+    acc,
+    out,
+    first_n,
+    num_tokens,
+    N: gl.constexpr,
+    OUT_STRIDE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """`acc` [BLOCK_N, BLOCK_M] to `out` [T, N], from column `first_n` on."""
+    # Through shared memory: lanes beside one another then hold columns that lie so in `out`.
+    layout: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, gl.num_warps()], [0, 1]
+    )
+    result = gl.convert_layout(acc.to(out.dtype.element_ty), layout)
+    n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    mask = (n >= 0)[:, None] & (m < num_tokens)[None, :]
+    if N % BLOCK_N != 0:
+        mask = mask & (n < N)[:, None]
+    gl.store(out + m[None, :] * OUT_STRIDE + n[:, None], result, mask=mask)
 
 
 @gluon.jit
@@ -61,15 +103,9 @@ def hopper_product_tile(
 ):
     """`linear_tile`, of x and W behind descriptors."""
     SPLIT_K: gl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
-    NUM_WARPS: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = product_layout(BLOCK_M, NUM_WARPS)
     first_n, split = program // SPLITS * BLOCK_N, program % SPLITS
     first_k = split * SPLIT_K
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
-    if bias is not None:
-        row = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-        biased = row < gl.where(split == 0, N, 0)
-        acc += gl.load(bias + row, mask=biased, other=0.0).to(gl.float32)[:, None]
+    acc = first_sums(bias, first_n, split == 0, N, BLOCK_M, BLOCK_N)
     last_k = gl.minimum(first_k + SPLIT_K, K)
     ready = new_barriers(STAGES)
     acc = multiply(
@@ -89,18 +125,8 @@ def hopper_product_tile(
         STAGES,
         PDL,
     )
-    # Through shared memory: lanes beside one another then hold columns that lie so in `out`.
-    stored: gl.constexpr = gl.BlockedLayout(
-        [8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, NUM_WARPS], [0, 1]
-    )
-    result = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
-    n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, stored))
-    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, stored))
-    mask = (n >= 0)[:, None] & (m < num_tokens)[None, :]
-    if N % BLOCK_N != 0:
-        mask = mask & (n < N)[:, None]
     places = out + (split * split_rows).to(gl.int64) * OUT_STRIDE
-    gl.store(places + m[None, :] * OUT_STRIDE + n[:, None], result, mask=mask)
+    store_tile(acc, places, first_n, num_tokens, N, OUT_STRIDE, BLOCK_M, BLOCK_N)
     end_barriers(ready)
 
 
@@ -212,11 +238,9 @@ def is_for_hopper(
     config: LinearConfig, x: torch.Tensor, weight: torch.Tensor, arena: torch.Tensor | None = None
 ) -> bool:
     """Whether `_hopper_linear_kernel` can compute a product, and x A^T of weights in `arena`."""
-    rows_a_warp = config.block_n // config.num_warps
-    fits = config.num_warps % WARP_GROUP == 0 and WARP_ROWS <= rows_a_warp <= 2 * WARP_ROWS
-    fits = fits and config.block_k in (64, 128) and config.num_stages >= 2
     is_one_dtype = arena is None or arena.dtype == x.dtype
-    return runs_on(x.device) and fits and is_one_dtype and _is_aligned(x) and _is_aligned(weight)
+    fits = runs_on(x.device) and config.fits_warp_groups and is_one_dtype
+    return fits and _is_aligned(x) and _is_aligned(weight)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -277,8 +301,8 @@ def _launch(
 ) -> None:
     config, block_k = arrangement.config, arrangement.config.block_k
     _hopper_linear_kernel[(arrangement.programs,)](
-        _descriptor(x, config.block_m, block_k),
-        _descriptor(weight, config.block_n, block_k),
+        descriptor(x, config.block_m, block_k),
+        descriptor(weight, config.block_n, block_k),
         bias,
         out,
         *tables,
@@ -299,7 +323,8 @@ def _launch(
     )
 
 
-def _descriptor(rows: torch.Tensor, block_rows: int, block_k: int) -> TensorDescriptor:
+def descriptor(rows: torch.Tensor, block_rows: int, block_k: int) -> TensorDescriptor:
+    """Of blocks of `rows`, as `multiply` reads them."""
     layout = _layout(rows.dtype, block_rows, block_k)
     return TensorDescriptor.from_tensor(rows, [block_rows, block_k], layout)
 

@@ -1,5 +1,5 @@
-"""A tile of W x^T on Hopper: blocks of both wait in shared memory, those of W since before the
-kernel before this one ended.
+"""A tile of W x^T on Hopper, and of A x^T beside it: blocks wait in shared memory, those of the
+weights since before the kernel before this one ended.
 
 Written in Gluon, Triton's language that names its buffers: Triton's own pipeliner cannot start one
 operand of a product before the wait and the other after it. Copies run several stages ahead of the
@@ -25,6 +25,8 @@ from kernels.dependent_launch import wait_for_inputs
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+RANK_STAGES = gl.constexpr(2)  # blocks of A, of which one is under way and one multiplied
 
 
 @gluon.constexpr_function
@@ -85,6 +87,65 @@ def ask_for_weights(
 
 
 @gluon.jit
+def ask_for_blocks(
+    x,
+    weight,
+    first_n,
+    weight_rows,
+    there,
+    first_k,
+    step,
+    steps,
+    stages_x,
+    stages_w,
+    ready,
+    BYTES: gl.constexpr,
+    K: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Start to copy the blocks of x and W of `step`, if there is one; see `multiply`."""
+    k, wanted, stage = first_k + step * BLOCK_K, step < steps, step % STAGES
+    is_ready = ready.index(stage)
+    mbarrier.expect(is_ready, BYTES, pred=wanted)
+    copy_block(x, [0, k], is_ready, stages_x.index(stage), pred=wanted)
+    ask_for_weights(
+        weight,
+        first_n,
+        weight_rows,
+        there,
+        k,
+        wanted,
+        stages_w.index(stage),
+        is_ready,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+    )
+
+
+@gluon.jit
+def start_product(weight, step, acc, stages_x, stages_w, ready, STAGES: gl.constexpr):
+    """`acc` + W xᵀ of a step's blocks, once they have come; not waited for."""
+    stage = step % STAGES
+    mbarrier.wait(ready.index(stage), step // STAGES & 1)
+    if weight is None:
+        wait_for_lanes(STAGES - 1)
+    block_x = stages_x.index(stage).permute((1, 0))
+    return warpgroup_mma(stages_w.index(stage), block_x, acc, is_async=True)
+
+
+@gluon.jit
+def wait_for_lanes(AHEAD: gl.constexpr):
+    """Until blocks that lanes copy have come, but for the AHEAD - 1 that were asked for last."""
+    # No proxy fence, which would wait for all copies in flight: neither CUTLASS nor Triton has one
+    # between copies by lanes and the product that reads them.
+    async_copy.wait_group(AHEAD - 1)
+    barrier()
+
+
+@gluon.jit
 def multiply(
     x,
     weight,
@@ -141,36 +202,198 @@ def multiply(
         place = [0, first_k + number * BLOCK_K]
         copy_block(x, place, ready.index(number), stages_x.index(number), pred=steps > number)
     for step in range(steps):
-        stage, ahead = step % STAGES, step + AHEAD
-        mbarrier.wait(ready.index(stage), step // STAGES & 1)
-        if weight is None:
-            # No proxy fence, which would wait for all copies in flight: neither CUTLASS nor Triton
-            # has one between copies by lanes and the product that reads them.
-            async_copy.wait_group(AHEAD - 1)
-            barrier()
-        block_x = stages_x.index(stage).permute((1, 0))
-        acc = warpgroup_mma(stages_w.index(stage), block_x, acc, is_async=True)
+        acc = start_product(weight, step, acc, stages_x, stages_w, ready, STAGES)
         acc = warpgroup_mma_wait(1, deps=[acc])
         barrier()  # all are through with the product before this one, whose stage is filled next
-        k, wanted, filled = first_k + ahead * BLOCK_K, ahead < steps, ahead % STAGES
-        will_be_ready = ready.index(filled)
-        mbarrier.expect(will_be_ready, BYTES, pred=wanted)
-        copy_block(x, [0, k], will_be_ready, stages_x.index(filled), pred=wanted)
-        ask_for_weights(
+        ask_for_blocks(
+            x,
             weight,
             first_n,
             weight_rows,
             there,
-            k,
-            wanted,
-            stages_w.index(filled),
-            will_be_ready,
+            first_k,
+            step + AHEAD,
+            steps,
+            stages_x,
+            stages_w,
+            ready,
+            BYTES,
             K,
             BLOCK_N,
             BLOCK_K,
+            STAGES,
         )
     if weight is None:
         async_copy.wait_group(0)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()  # all warps are: what comes next may lie where the stages were
     return acc
+
+
+@gluon.jit
+def multiply_blocks(
+    first_step,
+    last_step,
+    x,
+    weight,
+    first_n,
+    first_k,
+    steps,
+    acc,
+    stages_x,
+    stages_w,
+    ready,
+    BYTES: gl.constexpr,
+    K: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """`acc` + W xᵀ of these steps, of `steps` in all; copies stay STAGES - 1 steps ahead."""
+    for step in range(first_step, last_step):
+        acc = start_product(weight, step, acc, stages_x, stages_w, ready, STAGES)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        barrier()  # all are through with the product before this one, whose stage is filled next
+        ask_for_blocks(
+            x,
+            weight,
+            first_n,
+            None,
+            None,
+            first_k,
+            step + STAGES - 1,
+            steps,
+            stages_x,
+            stages_w,
+            ready,
+            BYTES,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )
+    return acc
+
+
+@gluon.jit
+def multiply_with_ranks(
+    x,
+    weight,
+    first_n,
+    first_k,
+    last_k,
+    acc,
+    ready,
+    a_rows,
+    there,
+    first_step,
+    last_step,
+    K: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    RANKS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """`multiply`'s product with W behind a descriptor, and A xᵀ, float32 [RANKS, BLOCK_M], over its
+    steps from `first_step` up to `last_step`.
+
+    A: the rows at RANKS addresses `a_rows`, 0 where not `there`. Before it waits for x it has asked
+    for the first blocks of A too.
+    """
+    gl.static_assert(STAGES >= 2, "no stage to copy into while another is multiplied")
+    AHEAD: gl.constexpr = STAGES - 1
+    RANKS_AHEAD: gl.constexpr = RANK_STAGES - 1
+    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([RANKS, BLOCK_K], x.dtype)
+    stages_w = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
+    stages_x = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    stages_a = gl.allocate_shared_memory(x.dtype, [RANK_STAGES, RANKS, BLOCK_K], layout)
+    steps = (last_k - first_k + BLOCK_K - 1) // BLOCK_K
+    for number in gl.static_range(AHEAD):
+        is_ready, place = ready.index(number), [first_n, first_k + number * BLOCK_K]
+        mbarrier.expect(is_ready, BYTES, pred=steps > number)
+        copy_block(weight, place, is_ready, stages_w.index(number), pred=steps > number)
+    for number in gl.static_range(RANKS_AHEAD):
+        k, wanted = first_k + (first_step + number) * BLOCK_K, first_step + number < last_step
+        block_a = stages_a.index(number)
+        ask_for_weights(None, 0, a_rows, there, k, wanted, block_a, None, K, RANKS, BLOCK_K)
+    wait_for_inputs(PDL)
+    for number in gl.static_range(AHEAD):
+        place = [0, first_k + number * BLOCK_K]
+        copy_block(x, place, ready.index(number), stages_x.index(number), pred=steps > number)
+    acc = multiply_blocks(
+        0,
+        first_step,
+        x,
+        weight,
+        first_n,
+        first_k,
+        steps,
+        acc,
+        stages_x,
+        stages_w,
+        ready,
+        BYTES,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
+    # Sums are set to 0 while none are in flight: else ptxas lets products wait for one another.
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    ranks = gl.zeros([RANKS, BLOCK_M], gl.float32, product_layout(BLOCK_M, gl.num_warps()))
+    for step in range(first_step, last_step):
+        acc = start_product(weight, step, acc, stages_x, stages_w, ready, STAGES)
+        wait_for_lanes(RANKS_AHEAD)
+        block_a = stages_a.index((step - first_step) % RANK_STAGES)
+        block_x = stages_x.index(step % STAGES).permute((1, 0))
+        ranks = warpgroup_mma(block_a, block_x, ranks, is_async=True)
+        acc, ranks = warpgroup_mma_wait(2, deps=[acc, ranks])
+        barrier()  # all are through with the two products before these, as in `multiply_blocks`
+        ask_for_blocks(
+            x,
+            weight,
+            first_n,
+            None,
+            None,
+            first_k,
+            step + AHEAD,
+            steps,
+            stages_x,
+            stages_w,
+            ready,
+            BYTES,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )
+        ahead = step - first_step + RANKS_AHEAD
+        k, wanted = first_k + (first_step + ahead) * BLOCK_K, first_step + ahead < last_step
+        block_a = stages_a.index(ahead % RANK_STAGES)
+        ask_for_weights(None, 0, a_rows, there, k, wanted, block_a, None, K, RANKS, BLOCK_K)
+    acc, ranks = warpgroup_mma_wait(0, deps=[acc, ranks])
+    async_copy.wait_group(0)
+    acc = multiply_blocks(
+        last_step,
+        steps,
+        x,
+        weight,
+        first_n,
+        first_k,
+        steps,
+        acc,
+        stages_x,
+        stages_w,
+        ready,
+        BYTES,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()  # all warps are: what comes next may lie where the stages were
+    return acc, ranks

@@ -4,11 +4,21 @@ from dataclasses import dataclass
 
 import triton
 
-from kernels.linear_config import HOPPER, MAX_ROWS, MIN_SPLIT_K, Card, LinearConfig
+from kernels.linear_config import (
+    HOPPER,
+    MAX_ROWS,
+    MIN_SPLIT_K,
+    WARP_ROWS,
+    Card,
+    LinearConfig,
+)
 from kernels.lora_segments import shrink_split_k
 
 SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's, with few rows
 MANY_ROWS_SPLITS = 2  # of x A^T above MAX_ROWS rows: as many as a product's mostly
+
+PART_K = 512  # elements of K in a part of x A^T: so many more than its own multiplies a program
+MOST_PARTS = 32  # all of which what comes next reads
 
 
 @dataclass(frozen=True)
@@ -66,3 +76,41 @@ def splits_in_launch(
     # Each of few programs has a multiprocessor to itself. One too many would come after them all.
     is_second_round = products <= card.multiprocessors < products + shrinks
     return 0 if is_second_round or shrinks > card.multiprocessors else splits
+
+
+def ranks_a_tile(config: LinearConfig) -> int:
+    """Of x A^T by a product's own programs: as many as their warps multiply at once."""
+    return WARP_ROWS * config.num_warps
+
+
+def rank_tiles(config: LinearConfig, segments: int, stack: int, max_rank: int) -> int:
+    """Of x A^T by a product's own programs: ranks of several segments share a tile."""
+    return stack * triton.cdiv(segments * max_rank, ranks_a_tile(config))
+
+
+def parts_in_product(
+    config: LinearConfig | None,
+    out_features: int,
+    in_features: int,
+    partials: int,
+    stack: int,
+    max_loras: int,
+    max_rank: int,
+    card: Card,
+) -> int:
+    """In how many parts of K the product's own programs compute x A^T too, on Hopper; 0: not at
+    all. A power of two, and a multiple of `partials`, those of the product.
+
+    With few rows it is no quicker than programs of its own, which a launch then has room for. Each
+    program takes one part of one tile at most. Of rows that share a configuration the number
+    does not count: a row has the same bits among any of them.
+    """
+    if config is None or card.capability != HOPPER or config.block_m <= MAX_ROWS:
+        return 0
+    if not config.fits_warp_groups or not config.serves(partials):
+        return 0
+    tiles = rank_tiles(config, min(config.block_m, max_loras), stack, max_rank)
+    most = triton.cdiv(out_features, config.block_n) // tiles
+    most = min(most, MOST_PARTS // partials)
+    wanted = triton.next_power_of_2(triton.cdiv(in_features, PART_K * partials))
+    return partials * min(wanted, 1 << most.bit_length() >> 1)

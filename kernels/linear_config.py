@@ -25,6 +25,9 @@ FILLED = 0.6  # of the multiprocessors that have a program: with fewer, K is spl
 VECTOR = 8  # 16-bit elements in 16 bytes
 MIN_CAPABILITY = (9, 0)
 HOPPER = (9, 0)  # where products are `hopper_linear`'s
+WARP_GROUP = 4  # warps that multiply together there
+WARP_ROWS = 16  # of the left operand, that each of them does at once
+BARRIER_BYTES = 256  # of shared memory at most: a barrier for each stage
 MOST_STAGES = 16  # there, which has them in shared memory alone: as many as fit
 ROW_BUCKETS = (1, *ROW_BLOCKS)  # numbers of rows up to which one choice holds
 
@@ -49,6 +52,13 @@ class LinearConfig:
         """Bound on the shared memory of the pipelined loads of 16-bit elements."""
         return (self.block_n + self.block_m) * self.block_k * 2 * self.num_stages
 
+    @property
+    def fits_warp_groups(self) -> bool:
+        """Whether Hopper's kernel can have these tiles."""
+        rows_a_warp = self.block_n // self.num_warps
+        fits = self.num_warps % WARP_GROUP == 0 and WARP_ROWS <= rows_a_warp <= 2 * WARP_ROWS
+        return fits and self.block_k in (64, 128) and self.num_stages >= 2
+
     def serves(self, partials: int) -> bool:
         """Whether it is better than the library for a result in so many partials. With many rows a
         tile that is made for some of K is not for all of it."""
@@ -67,13 +77,14 @@ class Card:
     shared_bytes: int
     name: str = ""
 
-    def fitted(self, config: LinearConfig, programs: int) -> LinearConfig:
+    def fitted(self, config: LinearConfig, programs: int, beside: int = 0) -> LinearConfig:
         """`config` with as many of its stages as let `programs` of it, one or two for each
-        multiprocessor, run at once; same bits."""
+        multiprocessor, run at once, each with so many bytes of shared memory `beside` them; same
+        bits."""
         share = self.shared_bytes
         if programs > self.multiprocessors:
             share = (share - 1024) // 2  # a block takes 1 KiB for itself
-        stages = share // replace(config, num_stages=1).shared_bytes
+        stages = (share - beside - BARRIER_BYTES) // replace(config, num_stages=1).shared_bytes
         return replace(config, num_stages=max(1, min(config.num_stages, stages)))
 
 

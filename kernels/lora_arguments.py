@@ -4,7 +4,8 @@ Eleven, after those of the base product; all of them None and 0 without LoRA:
 
     shrunk float32[T, stack * max_rank]   x A^T of the base product's x: row t, slice j and rank
         index r at [t, j * max_rank + r]. What lies beyond a slice's true rank, and the rows
-        without adapter, may hold anything and enter no result.
+        without adapter, may hold anything and enter no result. Where an op says that it takes
+        them, float32[T, P, stack * max_rank]: P parts, a power of two, of which it is the sum.
     arena [flat]                 every adapter's weights; its dtype is the weights' dtype
     b_ptrs int64[stack, max_loras], lora_ranks int32 and scalings float32 likewise
         at a slice's address lies B [N, rank], row-major, of true rank, starting on 16 bytes or
@@ -67,6 +68,11 @@ class Expand:
     num_segments: torch.Tensor
     max_rank: int
 
+    @property
+    def parts(self) -> torch.Tensor:
+        """`shrunk` [T, P, stack * max_rank]."""
+        return self.shrunk if self.shrunk.dim() == 3 else self.shrunk.unsqueeze(1)
+
     def constants(self) -> dict[str, int]:
         """What either way's kernels need to know besides the tensors."""
         return {
@@ -83,15 +89,15 @@ class Expand:
         """
         shape = (self.row_slot.shape[0], sum(slice_sizes))
         delta = torch.full(shape, -0.0, dtype=torch.float32, device=self.shrunk.device)
-        parts = delta.split(slice_sizes, dim=1)
+        slices, sums = delta.split(slice_sizes, dim=1), self.parts.sum(dim=1)
         tables = (self.lora_ranks, self.seg_indptr, self.weight_indices, self.row_order.long())
         for _, rows, slot, stacked, address, rank in walk_segments(
             self.b_ptrs, *tables, self.num_segments
         ):
             b = weight_view(self.arena, address, slice_sizes[stacked], rank)  # [N, rank]
             first = stacked * self.max_rank
-            product = (self.shrunk[:, first : first + rank] @ b.T).index_select(0, rows)
-            parts[stacked].index_copy_(0, rows, self.scalings[stacked, slot] * product)
+            product = (sums[:, first : first + rank] @ b.T).index_select(0, rows)
+            slices[stacked].index_copy_(0, rows, self.scalings[stacked, slot] * product)
         return delta
 
 
@@ -109,6 +115,7 @@ def lora_of(
     weight_indices: torch.Tensor | None,
     num_segments: torch.Tensor | None,
     max_rank: int,
+    takes_parts: bool = False,
 ) -> Expand | None:
     """The LoRA arguments of an op of `stack` slices, checked; None where there are none."""
     tensors = {
@@ -148,8 +155,10 @@ def lora_of(
         assert tensor.is_contiguous(), f"{name} is not contiguous"
     assert 1 <= max_rank <= 256, f"max_rank {max_rank}, not in 1..256"
     assert lora.arena.dtype in FLOATS, f"arena is {lora.arena.dtype}, not one of {FLOATS}"
-    assert lora.shrunk.dim() == 2, f"shrunk has {lora.shrunk.dim()} dims, not 2: rows, ranks"
-    check_shrunk(lora.shrunk, num_tokens, stack * max_rank)
+    dims, parts = lora.shrunk.dim(), lora.parts.shape[1]
+    assert dims == 2 or (takes_parts and dims == 3), f"shrunk has {dims} dims, not 2: rows, ranks"
+    assert parts.bit_count() == 1, f"shrunk has {parts} parts, not a power of two"
+    check_shrunk(lora.parts[:, 0], num_tokens, stack * max_rank)
     return lora
 
 
@@ -174,6 +183,13 @@ def row_blocks(lora: Expand | None) -> dict[str, int]:
     most = 32 // lora.arena.element_size()
     block_r = min(most, max(8, triton.next_power_of_2(lora.max_rank)))
     return lora.constants() | {"BLOCK_R": block_r, "ONE_BLOCK": lora.max_rank <= block_r}
+
+
+def part_blocks(lora: Expand | None) -> dict[str, int]:
+    """Constexprs of a kernel that takes x A^T in parts."""
+    if lora is None:
+        return {"PARTS": 1, "PART_STRIDE": 0}
+    return {"PARTS": lora.parts.shape[1], "PART_STRIDE": lora.parts.stride(1)}
 
 
 def tile_blocks(lora: Expand) -> dict[str, int]:

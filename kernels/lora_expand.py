@@ -78,10 +78,31 @@ def first_ranks(
 
 
 @triton.jit
-def row_sums(source, rank, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr, SKIP: tl.constexpr = 0):
+def row_sums(
+    source,
+    rank,
+    VECTOR: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SKIP: tl.constexpr = 0,
+    PARTS: tl.constexpr = 1,
+    PART_STRIDE: tl.constexpr = 0,
+):
     """The row's x A^T [BLOCK_R] for `first_ranks`; `source` is its and the slice's in `shrunk`."""
     r = SKIP + tl.arange(0, BLOCK_R)
-    return tl.load(source + r, mask=r < whole_ranks(rank, VECTOR), other=0.0)
+    return sums_at(source, r, whole_ranks(rank, VECTOR), PARTS, PART_STRIDE)
+
+
+@triton.jit
+def sums_at(source, r, rank, PARTS: tl.constexpr, PART_STRIDE: tl.constexpr):
+    """x A^T [R] at ranks `r`, 0 from `rank` on: the sum of PARTS, a power of two. All of them are
+    asked for before one is added, for what they cost is the wait."""
+    if PARTS == 1:
+        sums = tl.load(source + r, mask=r < rank, other=0.0)
+    else:
+        part = tl.arange(0, PARTS) * PART_STRIDE
+        mask = (part >= 0)[:, None] & (r < rank)[None, :]
+        sums = tl.sum(tl.load(source + part[:, None] + r[None, :], mask, other=0.0), axis=0)
+    return sums
 
 
 @triton.jit
@@ -103,6 +124,8 @@ def row_delta(
     VECTOR: tl.constexpr,
     BLOCK_R: tl.constexpr,  # ranks that `total` holds
     ONE_BLOCK: tl.constexpr,  # no rank is above that
+    PARTS: tl.constexpr = 1,
+    PART_STRIDE: tl.constexpr = 0,
 ):
     """[N] float32: columns `n` of one slice of one row's delta."""
     whole = whole_ranks(rank, VECTOR)
@@ -110,11 +133,12 @@ def row_delta(
         for first_rank in range(BLOCK_R, whole, BLOCK_R):
             r = first_rank + tl.arange(0, BLOCK_R)
             block = _whole_block(address, arena, whole, n, r, inside)
-            s = tl.load(source + r, mask=r < whole, other=0.0)
+            s = sums_at(source, r, whole, PARTS, PART_STRIDE)
             total += row_product(block, s)
     for odd_rank in range(tl.where(whole > 0, 0, rank)):  # one by one, from the same lines
         weights = tl.load(as_weights(address, arena) + n * rank + odd_rank, inside, other=0.0)
-        total += weights.to(tl.float32) * tl.load(source + odd_rank)
+        r = odd_rank + tl.arange(0, 1)
+        total += weights.to(tl.float32) * sums_at(source, r, rank, PARTS, PART_STRIDE)
     return scaling * total
 
 

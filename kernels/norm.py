@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.lora_arguments import LORA_TABLES, Expand, lora_of, row_blocks, row_tensors
+from kernels.lora_arguments import (
+    LORA_TABLES,
+    Expand,
+    lora_of,
+    part_blocks,
+    row_blocks,
+    row_tensors,
+)
 from kernels.lora_expand import find_slice, first_ranks, row_delta, row_product, row_sums
 from kernels.op import define_op
 from kernels.partials import check_partials, check_rows, sum_partials, sum_partials_torch
@@ -44,6 +51,8 @@ def _rms_norm_kernel(
     PARTIALS: tl.constexpr,
     HIDDEN: tl.constexpr,
     SHRUNK_STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,  # of shrunk
+    PART_STRIDE: tl.constexpr,
     MAX_LORAS: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -63,15 +72,14 @@ def _rms_norm_kernel(
         right = first_ranks(address, arena, rank, column, mask, VECTOR, HALF, SKIP=HALF)
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + weight_offset  # [H]
     wait_for_inputs(PDL)
-    if shrunk is not None:
-        s_row = shrunk + row * SHRUNK_STRIDE
-        left_sums = row_sums(s_row, rank, VECTOR, HALF)
-        right_sums = row_sums(s_row, rank, VECTOR, HALF, SKIP=HALF)
     value = sum_partials(x + row * x_stride + column, mask, partial_stride, PARTIALS)  # [H]
     if residual is not None:
         residual_row = residual + row * residual_stride + column
         value += tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
         if shrunk is not None:
+            s_row = shrunk + row * SHRUNK_STRIDE
+            left_sums = row_sums(s_row, rank, VECTOR, HALF, 0, PARTS, PART_STRIDE)
+            right_sums = row_sums(s_row, rank, VECTOR, HALF, HALF, PARTS, PART_STRIDE)
             delta = row_delta(
                 row_product(left, left_sums),
                 address,
@@ -84,6 +92,8 @@ def _rms_norm_kernel(
                 VECTOR,
                 BLOCK_R,
                 ONE_BLOCK,
+                PARTS,
+                PART_STRIDE,
             )
             delta += scaling * row_product(right, right_sums)
             value = tl.where(rank > 0, value + delta, value)
@@ -122,6 +132,7 @@ def _launch(
         HIDDEN=hidden,
         BLOCK=block,
         **row_blocks(lora),
+        **part_blocks(lora),
         num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
         **dependent_launch(x.device),
     )
@@ -197,15 +208,16 @@ def add_rms_norm_triton(
     x, residual, out: [T, H] of one dtype, rows contiguous, any row stride; `residual` and `out`
     are written, `out` may be `x`. Or x is partials of such a matrix, float32 [S, T, H]: then
     `residual` becomes (x[0] + x[1] + ...) + residual, added in float32 in this order. From shrunk
-    to max_rank LoRA of one slice. weight: [H] of any float dtype. Moves x, 3·T·H elements, the
-    weight, and H·rank of B for each row with an adapter, all by the row's one program: see
-    `holds_delta`. Raises AssertionError on other shapes, dtypes or strides.
+    to max_rank LoRA of one slice; takes shrunk in parts. weight: [H] of any float dtype. Moves x,
+    3·T·H elements, the weight, and H·rank of B for each row with an adapter, all by the row's one
+    program: see `holds_delta`. Raises AssertionError on other shapes, dtypes or strides.
     """
     _check(weight, residual, out)
     check_partials(x, residual)
     rows = (row_slot, row_order, seg_indptr, weight_indices, num_segments)
     tokens = residual.shape[0]
-    lora = lora_of(tokens, 1, shrunk, arena, b_ptrs, lora_ranks, scalings, *rows, max_rank)
+    tables = (b_ptrs, lora_ranks, scalings)
+    lora = lora_of(tokens, 1, shrunk, arena, *tables, *rows, max_rank, takes_parts=True)
     _launch(x, residual, lora, weight, eps, weight_offset, out)
 
 
@@ -233,7 +245,8 @@ def add_rms_norm_torch(
     check_partials(x, residual)
     tokens, hidden = residual.shape
     rows = (row_slot, row_order, seg_indptr, weight_indices, num_segments)
-    lora = lora_of(tokens, 1, shrunk, arena, b_ptrs, lora_ranks, scalings, *rows, max_rank)
+    tables = (b_ptrs, lora_ranks, scalings)
+    lora = lora_of(tokens, 1, shrunk, arena, *tables, *rows, max_rank, takes_parts=True)
     value = sum_partials_torch(x) + residual.float()
     residual.copy_(value if lora is None else value + lora.delta([hidden]))
     rms_norm_torch(residual, weight, eps, weight_offset, out)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention_tiles import decode_splits
+from kernels.linear_arrangement import MOST_PARTS
 from kernels.linear_config import ROW_BLOCKS, linear_splits
 from kernels.lora_segments import MAX_SPLIT_ROWS, shrink_split_k
 from kernels.lora_shrink import shrink_arrivals
@@ -200,6 +201,7 @@ class MemoryManager:
             inputs = {dims.target_shape(target)[1] for target in EXPERT_TARGETS}
             pairs = range(moe.top_k, most * moe.top_k + 1, moe.top_k)
             rows = max(rows, *(n * moe_shrink_split_k(n, width) for n in pairs for width in inputs))
+        rows = max(rows, min(most, ROW_BLOCKS[-1]) * MOST_PARTS)
         return rows * STACKED_SLICES * self.config.max_lora_rank
 
     def _shrink_arrivals(self, most: int) -> int:

@@ -142,13 +142,14 @@ def sgemm_a(
     weight_indices: Tensor,
     num_segments: Tensor,
     x_read: bool = False,
+    parts: int = 1,
     **_: Any,
 ) -> int:
     """A of each adapter in use, the rows that have one unless `x_read` already, and their float32
-    x Aᵀ."""
+    x Aᵀ in so many parts."""
     total, width = 0, x.shape[1]
     for pairs, ranks in _segments(lora_ranks, seg_indptr, weight_indices, num_segments):
-        total += sum(ranks) * width * arena.element_size() + pairs * sum(ranks) * 4
+        total += sum(ranks) * width * arena.element_size() + pairs * sum(ranks) * parts * 4
         total += pairs * width * x.element_size() if any(ranks) and not x_read else 0
     return total
 
@@ -156,6 +157,11 @@ def sgemm_a(
 def linear_shrink(**arguments: Any) -> int:
     """The product, and beside it x Aᵀ; x is the product's and counts once."""
     return linear(**arguments) + sgemm_a(**arguments, x_read=True)
+
+
+def linear_shrink_parts(shrunk: Tensor, **arguments: Any) -> int:
+    """The same, with x Aᵀ written in parts."""
+    return linear(**arguments) + sgemm_a(**arguments, x_read=True, parts=_parts(shrunk))
 
 
 def sgemm_b(
@@ -220,17 +226,26 @@ def _cached(keys: list[int], k_cache: Tensor) -> int:
     return 2 * sum(keys) * heads * head_dim * k_cache.element_size() + 4 * pages
 
 
-def _delta(slice_sizes: list[int], arena: Tensor | None = None, **lora: Any) -> int:
+def _delta(
+    slice_sizes: list[int],
+    shrunk: Tensor | None = None,
+    arena: Tensor | None = None,
+    **lora: Any,
+) -> int:
     """B of each adapter in use, and the float32 x Aᵀ of its rows, where there are adapters."""
-    if arena is None:
+    if arena is None or shrunk is None:
         return 0
     names = ("lora_ranks", "seg_indptr", "weight_indices", "num_segments")
     total = 0
     for pairs, ranks in _segments(*(lora[name] for name in names)):
-        total += pairs * sum(ranks) * 4
+        total += pairs * sum(ranks) * _parts(shrunk) * 4
         for rank, width in zip(ranks, slice_sizes, strict=True):
             total += rank * width * arena.element_size()
     return total
+
+
+def _parts(shrunk: Tensor) -> int:
+    return shrunk.shape[1] if shrunk.dim() == 3 else 1
 
 
 def _segments(

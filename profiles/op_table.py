@@ -25,6 +25,7 @@ class Op:
 OPS = {
     "linear": Op(BASE, "product", op_bytes.linear),
     "linear_shrink": Op(BASE, "product, x Aᵀ", op_bytes.linear_shrink),
+    "linear_shrink_parts": Op(BASE, "product, x Aᵀ", op_bytes.linear_shrink_parts),
     "moe_gemm": Op(BASE, "experts", expert_op_bytes.moe_gemm),
     "moe_gemm_shrink": Op(BASE, "experts, x Aᵀ", expert_op_bytes.moe_gemm_shrink),
     "lora_metadata": Op(LORA, "sort rows by adapter", op_bytes.lora_metadata),

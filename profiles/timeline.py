@@ -13,7 +13,7 @@ from profiles.op_log import LoggedOp
 from profiles.op_table import OTHER
 
 ROLES = ("q, k, v", "output", "gate, up", "down")  # of a dense layer's products, in order
-PRODUCTS = ("linear", "linear_shrink")
+PRODUCTS = ("linear", "linear_shrink", "linear_shrink_parts")
 PRODUCTS_LORA = ("sgemm_a", "sgemm_b")
 ATTENTION_OP = "paged_attention"
 NORMS = ("rms_norm", "add_rms_norm")

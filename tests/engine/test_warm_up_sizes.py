@@ -22,9 +22,10 @@ from engine.decoder import StepTokens
 from engine.decoder_weights import Projection
 from engine.side_branch import SideBranch
 from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes, product_sizes
-from kernels.linear_arrangement import splits_in_launch
+from kernels.linear_arrangement import parts_in_product, splits_in_launch
 from kernels.linear_config import H200, linear_config
 from kernels.linear_shrink import linear_shrink_triton
+from kernels.linear_shrink_parts import linear_shrink_parts_triton
 from kernels.logprobs import logprobs, logprobs_triton
 from kernels.partials import splits_of
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
@@ -63,6 +64,7 @@ DENSE_OPS = {
         "lora_metadata": ("lora_metadata",),
         "linear": ("linear",),
         "linear_shrink": ("linear_shrink",),
+        "linear_shrink_parts": ("linear_shrink_parts",),
         "sgemm": ("sgemm_a", "sgemm_b"),
     },
     "engine.attention": {"extend_attention": ("extend_attention",)},
@@ -187,6 +189,7 @@ def test_every_length_of_a_dense_chunk(name, rank, adds, tmp_path, monkeypatch):
     model = AdaptedModel.make(name, tmp_path, {})
     options = {"prefill_chunk_tokens": most, "max_seq_len": most, "graph_batch_sizes": [1]}
     options["max_lora_rank"] = rank
+    monkeypatch.setattr("kernels.hopper_linear.runs_on", lambda device: True)
     with model.engine(Backend("cpu", "tape", 0.0), dtype="bfloat16", **options) as served:
         launches = DenseLaunches(served, monkeypatch)
         monkeypatch.setattr(
@@ -196,7 +199,7 @@ def test_every_length_of_a_dense_chunk(name, rank, adds, tmp_path, monkeypatch):
         )
         covered = set().union(*(launches.of(tokens) for tokens in prefill_sizes(None, most)))
         names = {variant[0] for variant in covered}
-        assert {"_linear_shrink_kernel", "_sgemm_a_kernel"} <= names
+        assert {"_hopper_linear_kernel", "_sgemm_a_kernel"} <= names
         assert adds in launches.adding
         for tokens in range(1, most + 1):
             missing = launches.of(tokens) - covered
@@ -214,8 +217,9 @@ def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch_product(rows, shape, max_loras, max_rank):
-    """One `linear_shrink` of a shape, into partials where it is one of those that may be."""
+def launch_product(rows, shape, max_loras, max_rank, is_hopper):
+    """A product of a shape and its x A^T, in each way that the engine may take, into partials
+    where it is one of those that may be."""
     stack, out_features, in_features = shape
     config = linear_config(rows, out_features, in_features, torch.bfloat16, torch.device("cpu"))
     if config is None:
@@ -225,10 +229,7 @@ def launch_product(rows, shape, max_loras, max_rank):
         out = empty(config.splits, rows, out_features, dtype=torch.float32)
     ints, segments = {"dtype": torch.int32}, min(rows, max_loras)
     dims = (rows, out_features, in_features, splits_of(out), stack, max_loras, max_rank)
-    splits = splits_in_launch(config, *dims, H200)
-    if splits == 0:
-        return
-    linear_shrink_triton(
+    arguments = (
         empty(rows, in_features),
         empty(out_features, in_features),
         None,
@@ -242,9 +243,16 @@ def launch_product(rows, shape, max_loras, max_rank):
         empty(1, **ints),
         empty(rows, **ints),
         max_rank,
-        empty(splits, rows, stack * max_rank, dtype=torch.float32),
-        empty(2**16, **ints),
     )
+    width = stack * max_rank
+    splits = splits_in_launch(config, *dims, H200)
+    if splits:
+        shrunk = empty(splits, rows, width, dtype=torch.float32)
+        linear_shrink_triton(*arguments, shrunk, empty(2**16, **ints))
+    parts = parts_in_product(config, *dims[1:], H200)
+    if parts and is_hopper:
+        shrunk = empty(rows, parts, width, dtype=torch.float32)
+        linear_shrink_parts_triton(*arguments, shrunk)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -268,7 +276,7 @@ def test_products_of_any_shape_and_number_of_slots(
     def of(rows):
         variants.clear()
         for shape in SHAPES[name]:
-            launch_product(rows, shape, max_loras, max_rank)
+            launch_product(rows, shape, max_loras, max_rank, is_hopper)
         return set(variants)
 
     projections = [
@@ -283,8 +291,13 @@ def test_products_of_any_shape_and_number_of_slots(
             covered = set().union(*map(of, run))
             for rows in range(first, min(most, 130) + 1):
                 assert of(rows) <= covered, f"{rows} rows"
-            kernels = {"_hopper_linear_kernel" if is_hopper else "_linear_shrink_kernel"}
-            assert {variant[0] for variant in covered} == kernels
+            kernels = {variant[0] for variant in covered}
+            if is_hopper:
+                assert kernels - {"_hopper_ranks_kernel"} == {"_hopper_linear_kernel"}
+                has_parts = most > 64 and max_rank * max_loras <= 128 and name != "tiny"
+                assert not has_parts or "_hopper_ranks_kernel" in kernels
+            else:
+                assert kernels == {"_linear_shrink_kernel"}
     assert product_sizes(projections, 0, max_rank, most) == []
 
 

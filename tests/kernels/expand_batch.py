@@ -34,6 +34,7 @@ class ExpandBatch:
     dtype: torch.dtype = torch.float32
     max_rank: int = 64
     disabled: frozenset[int] = frozenset()
+    parts: int = 1
 
     @cached_property
     def slot_ranks(self) -> list[list[int]]:
@@ -46,17 +47,19 @@ class ExpandBatch:
 
     @cached_property
     def shrunk(self) -> torch.Tensor:
-        """Random where it counts, NaN elsewhere; a view with margins between its rows."""
+        """[T, stack * max_rank], or of several parts [T, P, stack * max_rank]: random where it
+        counts, NaN elsewhere; a view with margins between its rows and parts."""
         stack, tokens = len(self.slice_sizes), len(self.rows)
         generator = torch.Generator().manual_seed(tokens)
-        buffer = torch.full((tokens + 1, stack * self.max_rank + 4), NAN)
+        buffer = torch.full((tokens + 1, self.parts, stack * self.max_rank + 4), NAN)
         for t, slot in enumerate(self.rows):
             if slot >= 0 and slot not in self.disabled:
                 for j in range(stack):
                     first = j * self.max_rank
-                    part = buffer[t, first : first + self.slot_ranks[j][slot]]
-                    part.copy_(torch.randn(part.shape, generator=generator))
-        return buffer[:tokens, : stack * self.max_rank]
+                    ranks = buffer[t, :, first : first + self.slot_ranks[j][slot]]
+                    ranks.copy_(torch.randn(ranks.shape, generator=generator))
+        shrunk = buffer[:tokens, :, : stack * self.max_rank]
+        return shrunk[:, 0] if self.parts == 1 else shrunk
 
     def arguments(self, device: torch.device | str = "cpu") -> list[torch.Tensor | int]:
         """The eleven, in their order."""
@@ -86,12 +89,14 @@ class ExpandBatch:
     def delta(self) -> torch.Tensor:
         """float64 [T, sum of slice_sizes]."""
         delta = torch.zeros(len(self.rows), sum(self.slice_sizes), dtype=torch.float64)
+        sums = self.shrunk.double()
+        sums = sums if self.parts == 1 else sums.sum(dim=1)
         for t, slot in enumerate(self.rows):
             if slot >= 0 and slot not in self.disabled:
                 for j, part in enumerate(delta[t].split(self.slice_sizes)):
                     first = j * self.max_rank
                     rank = self.slot_ranks[j][slot]
-                    s = self.shrunk[t, first : first + rank].double()
+                    s = sums[t, first : first + rank]
                     scaling = float(self.adapters.scalings[j, slot])
                     part.copy_(scaling * (self.adapters.b[j][slot].double() @ s))
         return delta

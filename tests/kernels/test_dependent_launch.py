@@ -218,6 +218,8 @@ def _early_reads(name: str, functions: dict[str, ast.FunctionDef]) -> set[str]:
         "min_tiles",
         "splits",
         "split_blocks",
+        "rank_tiles",
+        "parts",
     )
     return {read for read in reads if not read.endswith(("stride", *numbers))}
 
@@ -326,6 +328,7 @@ def test_kernels_do_read_early():
     assert len(reads) >= 8, reads
     product = _early_reads("_hopper_linear_kernel", functions)
     assert {"weight", "bias", "arena", "a_ptrs", "lora_ranks", "seg_indptr"} <= product
+    assert product <= _early_reads("_hopper_ranks_kernel", functions)
     rotary = _early_reads("_rotary_kv_write_kernel", functions)
     assert {"positions", "row_slot", "b_ptrs", "arena"} <= rotary
     for op, early in BEHIND_A_PRODUCT.items():

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.linear_arrangement import parts_in_product
+from kernels.linear_config import H200, tiles_for
 from kernels.moe_lora_shrink import moe_shrink_arrivals, moe_shrink_split_k
 from kernels.sampling_tables import NUM_LOGPROBS, REPETITION, TOP_P
 from memory.budget import Budget
@@ -57,6 +59,22 @@ def test_every_request_fits_at_its_longest_where_memory_allows():
     assert manager.pages.num_pages == 4 * 7 + 1
     assert manager.kv_cache.keys[0].shape == (29, 16, 2, 16)
     assert manager.tables.block_tables.shape == (5, 8)  # 7 pages and one that stays dummy
+
+
+@pytest.mark.parametrize(
+    ("hidden", "rank", "most"), [(4096, 16, 300), (2048, 16, 70), (1024, 8, 8)]
+)
+def test_sums_in_parts_by_products_own_programs_fit_the_workspace(hidden, rank, most):
+    manager = make_manager(
+        TinyDims(hidden_size=hidden), prefill_chunk_tokens=most, max_lora_rank=rank
+    )
+    for tokens in range(1, most + 1):
+        for partials in (1, 2, 4):
+            for width in (hidden, 4 * hidden):
+                config = tiles_for(tokens, hidden, width, H200)
+                slots = (1, manager.config.max_loras, rank)
+                parts = parts_in_product(config, hidden, width, partials, *slots, H200)
+                assert tokens * parts * rank <= manager.workspace.shrunk.numel(), f"{tokens} rows"
 
 
 @pytest.mark.parametrize(("experts", "rank", "most"), [(16, 24, 300), (16, 24, 8), (256, 4, 300)])

@@ -56,6 +56,7 @@ def test_rotary_and_attention():
     q, kv = 3 * 4 * 8 * 2, 3 * 2 * 2 * 8 * 2
     assert moved == 8 * 2 + 2 * 3 * 4 + 3 * 8 * 4 + 2 * q + kv + kv * 2 // 3
     one_slot = {
+        "shrunk": torch.zeros(3, 15),
         "arena": bf16(1),
         "lora_ranks": torch.tensor([[5], [0], [3]], dtype=torch.int32),
         "seg_indptr": ints(0, 2),
@@ -96,8 +97,22 @@ def test_lora_counts_the_true_ranks_of_the_adapters_in_use():
     assert beside == moved - 3 * 8 * 2 + 4 * 8 * 2 + 15 * 8 * 2 + 2 * 4 * 15 * 4
     moved = op_bytes.sgemm_b(arena=arena, slice_sizes=[10, 5], y=bf16(4, 15), **segments)
     assert moved == (4 * 10 + 2 * 10 + 6 * 5) * 2 + shrunk + 2 * 2 * (2 * 10 + 10 + 5)
+    in_parts = op_bytes.linear_shrink_parts(
+        x=bf16(4, 8),
+        weight=bf16(15, 8),
+        bias=None,
+        out=torch.zeros(2, 4, 15),
+        arena=arena,
+        shrunk=torch.zeros(4, 6, 18),
+        **segments,
+    )
+    assert in_parts == beside + 5 * shrunk
+    segments["shrunk"] = torch.zeros(4, 18)
     moved = op_bytes.gated_activation(bf16(4, 24), bf16(4, 12), arena=arena, **segments)
     assert moved == 2 * (4 * 24 + 4 * 12) + (4 + 2 + 6) * 12 * 2 + shrunk
+    several = segments | {"shrunk": torch.zeros(4, 3, 18)}
+    of_parts = op_bytes.gated_activation(bf16(4, 24), bf16(4, 12), arena=arena, **several)
+    assert of_parts == moved + 2 * shrunk
     one = segments | {"lora_ranks": ranks[:1]}
     moved = op_bytes.add_expand(torch.zeros(2, 4, 10), bf16(4, 10), arena=arena, **one)
     assert moved == 2 * 4 * 10 * 4 + 2 * 4 * 10 * 2 + (4 + 2) * 10 * 2 + (2 * 4 + 2) * 4
