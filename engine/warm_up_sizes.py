@@ -12,7 +12,6 @@ from engine.decoder_weights import Projection
 from engine.expert_delta import MAX_PAIRWISE
 from kernels.linear_arrangement import (
     arranged,
-    parts_in_product,
     product_programs,
     rank_programs,
     splits_in_launch,
@@ -60,10 +59,6 @@ def product_sizes(
             for partials in {1, config.splits}:  # where the result may be left in partials
                 shape = (rows, out_features, in_features)
                 slots = (stack, max_loras, max_rank)
-                product = (config, out_features, in_features, partials)
-                parts = parts_in_product(*product, *slots, at)
-                if parts:
-                    largest[*product, parts, row_regime(rows)] = rows
                 splits = splits_in_launch(config, *shape, partials, *slots, at)
                 if splits == 0:
                     continue

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels import linear_arrangement
 from kernels.dependent_launch import wait_for_inputs
 
 # Their names until Triton 3.6, and since.
@@ -26,7 +27,7 @@ copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-RANK_STAGES = gl.constexpr(2)  # blocks of A, of which one is under way and one multiplied
+RANK_STAGES = gl.constexpr(linear_arrangement.RANK_STAGES)
 
 
 @gluon.constexpr_function
@@ -43,7 +44,7 @@ def row_layout(block_k, num_warps):
 
 @gluon.jit
 def new_barriers(STAGES: gl.constexpr):
-    """One for each stage, for `multiply` alone; given up with `end_barriers`."""
+    """One for each stage, for one product alone; given up with `end_barriers`."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for number in gl.static_range(STAGES):
         mbarrier.init(ready.index(number), count=1)

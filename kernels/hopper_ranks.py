@@ -21,7 +21,12 @@ from kernels.hopper_multiply import (
     row_layout,
 )
 from kernels.hopper_shrink import find_ranks
-from kernels.linear_arrangement import product_programs, rank_tiles, ranks_a_tile
+from kernels.linear_arrangement import (
+    bytes_of_ranks,
+    product_programs,
+    rank_tiles,
+    ranks_a_tile,
+)
 from kernels.linear_config import LinearConfig, card
 from kernels.lora_segments import TABLES
 from kernels.partials import rows_a_split, splits_of
@@ -253,8 +258,3 @@ def launch_hopper_ranks(
         num_warps=config.num_warps,
         **dependent_launch(x.device),
     )
-
-
-def bytes_of_ranks(config: LinearConfig) -> int:
-    """Of shared memory beside the stages of x and W: blocks of a 16-bit A."""
-    return int(RANK_STAGES.value) * ranks_a_tile(config) * config.block_k * 2

@@ -8,6 +8,7 @@ from kernels.linear_config import (
     HOPPER,
     MAX_ROWS,
     MIN_SPLIT_K,
+    MIN_STAGES,
     WARP_ROWS,
     Card,
     LinearConfig,
@@ -19,6 +20,7 @@ MANY_ROWS_SPLITS = 2  # of x A^T above MAX_ROWS rows: as many as a product's mos
 
 PART_K = 512  # elements of K in a part of x A^T: so many more than its own multiplies a program
 MOST_PARTS = 32  # all of which what comes next reads
+RANK_STAGES = 2  # blocks of A, of which one is under way and one multiplied
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ def ranks_a_tile(config: LinearConfig) -> int:
     return WARP_ROWS * config.num_warps
 
 
+def bytes_of_ranks(config: LinearConfig) -> int:
+    """Of shared memory for blocks of a 16-bit A, beside the stages of x and W."""
+    return RANK_STAGES * ranks_a_tile(config) * config.block_k * 2
+
+
 def rank_tiles(config: LinearConfig, segments: int, stack: int, max_rank: int) -> int:
     """Of x A^T by a product's own programs: ranks of several segments share a tile."""
     return stack * triton.cdiv(segments * max_rank, ranks_a_tile(config))
@@ -108,6 +115,9 @@ def parts_in_product(
     if config is None or card.capability != HOPPER or config.block_m <= MAX_ROWS:
         return 0
     if not config.fits_warp_groups or not config.serves(partials):
+        return 0
+    programs = product_programs(config, out_features, partials)
+    if card.fitted(config, programs, beside=bytes_of_ranks(config)).num_stages < MIN_STAGES:
         return 0
     tiles = rank_tiles(config, min(config.block_m, max_loras), stack, max_rank)
     most = triton.cdiv(out_features, config.block_n) // tiles

@@ -28,7 +28,7 @@ HOPPER = (9, 0)  # where products are `hopper_linear`'s
 WARP_GROUP = 4  # warps that multiply together there
 WARP_ROWS = 16  # of the left operand, that each of them does at once
 BARRIER_BYTES = 256  # of shared memory at most: a barrier for each stage
-MOST_STAGES = 16  # there, which has them in shared memory alone: as many as fit
+MIN_STAGES, MOST_STAGES = 2, 16  # there, which has them in shared memory alone: all that fit
 ROW_BUCKETS = (1, *ROW_BLOCKS)  # numbers of rows up to which one choice holds
 
 
@@ -57,7 +57,7 @@ class LinearConfig:
         """Whether Hopper's kernel can have these tiles."""
         rows_a_warp = self.block_n // self.num_warps
         fits = self.num_warps % WARP_GROUP == 0 and WARP_ROWS <= rows_a_warp <= 2 * WARP_ROWS
-        return fits and self.block_k in (64, 128) and self.num_stages >= 2
+        return fits and self.block_k in (64, 128) and self.num_stages >= MIN_STAGES
 
     def serves(self, partials: int) -> bool:
         """Whether it is better than the library for a result in so many partials. With many rows a

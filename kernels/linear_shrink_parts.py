@@ -9,8 +9,8 @@ import torch
 from kernels.hopper_linear import is_for_hopper
 from kernels.hopper_ranks import launch_hopper_ranks
 from kernels.linear import check_linear, linear_torch
-from kernels.linear_arrangement import product_programs, rank_tiles
-from kernels.linear_config import LinearConfig, linear_config
+from kernels.linear_arrangement import bytes_of_ranks, product_programs, rank_tiles
+from kernels.linear_config import MIN_STAGES, LinearConfig, card, linear_config
 from kernels.lora_segments import check_segments
 from kernels.op import define_op
 from kernels.partials import splits_of
@@ -70,9 +70,11 @@ def launch_linear_shrink_parts(
         f"{config}, x {tuple(x.shape)} at {x.data_ptr():#x} with strides {x.stride()}, weight at "
         f"{weight.data_ptr():#x} with strides {weight.stride()}: use linear and sgemm_a"
     )
+    programs = product_programs(config, weight.shape[0], splits_of(out))
+    fitted = card(x.device).fitted(config, programs, beside=bytes_of_ranks(config))
+    assert fitted.num_stages >= MIN_STAGES, f"no room for A beside {config}"
     units = rank_tiles(config, len(weight_indices), a_ptrs.shape[0], max_rank)
     units *= shrunk.shape[1]
-    programs = product_programs(config, weight.shape[0], splits_of(out))
     assert units <= programs, f"{units} parts of tiles of x A^T, but {programs} programs"
     tables = (arena, a_ptrs, lora_ranks, seg_indptr, weight_indices, row_slot)
     launch_hopper_ranks(config, x, weight, bias, out, *tables, max_rank, shrunk)
@@ -96,10 +98,11 @@ def linear_shrink_parts_triton(
 ) -> None:
     """`out = x Wᵀ + bias` as `linear` writes it, and x Aᵀ in parts, both in place.
 
-    shrunk: float32 [T, P, stack * max_rank]; the sum over its P parts, which are equal ranges of
-    K, is `sgemm_a`'s x Aᵀ; where a row has no such rank they may hold anything. P is a multiple of
-    out's splits, and there is a program of the product for each part of each tile: see
-    `linear_arrangement.parts_in_product`. The rest is as of `linear_shrink`, and so is what is
+    shrunk: float32 [T, P, stack * max_rank]; the sum over its P parts, ranges of K of which the
+    last of a split may be short or empty, is `sgemm_a`'s x Aᵀ; where a row has no such rank they
+    may hold anything. P is a multiple of out's splits, and there is a program of the product for
+    each part of each tile: see `linear_arrangement.parts_in_product`, whose P are powers of two,
+    as what reads them wants. The rest is as of `linear_shrink`, and so is what is
     read: N·K weights, the A of each slot in use. Tables, segments and `row_slot` must be two
     launches old.
 

@@ -201,8 +201,8 @@ class MemoryManager:
             inputs = {dims.target_shape(target)[1] for target in EXPERT_TARGETS}
             pairs = range(moe.top_k, most * moe.top_k + 1, moe.top_k)
             rows = max(rows, *(n * moe_shrink_split_k(n, width) for n in pairs for width in inputs))
-        rows = max(rows, min(most, ROW_BLOCKS[-1]) * MOST_PARTS)
-        return rows * STACKED_SLICES * self.config.max_lora_rank
+        slices = max(rows * STACKED_SLICES, min(most, ROW_BLOCKS[-1]) * MOST_PARTS)
+        return slices * self.config.max_lora_rank
 
     def _shrink_arrivals(self, most: int) -> int:
         """Counters of the largest launch that splits the sums of x Aᵀ, in steps of up to `most`

@@ -11,10 +11,22 @@ import triton
 from torch.testing import assert_close
 
 from kernels.hopper_linear import launch_hopper_linear
-from kernels.hopper_ranks import bytes_of_ranks
 from kernels.linear import linear_torch
-from kernels.linear_arrangement import parts_in_product, product_programs, rank_tiles
-from kernels.linear_config import BARRIER_BYTES, H200, LinearConfig, row_bucket, tiles_for
+from kernels.linear_arrangement import (
+    bytes_of_ranks,
+    parts_in_product,
+    product_programs,
+    rank_tiles,
+)
+from kernels.linear_choice import candidates
+from kernels.linear_config import (
+    BARRIER_BYTES,
+    H200,
+    LinearConfig,
+    Product,
+    row_bucket,
+    tiles_for,
+)
 from kernels.linear_shrink_parts import (
     launch_linear_shrink_parts,
     linear_shrink_parts,
@@ -153,7 +165,8 @@ def test_equals_the_product_alone_and_the_sums(hopper, name, tiles, dtype):
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("name", ["qkv", "hundred"])
 def test_bits_survive_other_rows_and_slots(hopper, name, tiles):
-    """Alone, and with its adapter in another slot among others, a row has the same bits."""
+    """Alone, when its slot's ranks lie elsewhere in a tile, a row has the same bits as in a
+    batch."""
     case = replace(CASES[name], dtype=BF16)
     config = config_of(case, tiles)
     before = PartsRun.of(case, "cuda")
@@ -257,6 +270,18 @@ def test_products_follow_one_another(name, monkeypatch):
     assert "serialized" not in said
 
 
+def test_waits_for_the_products_whose_stages_are_filled_next(monkeypatch):
+    """One step's is left in flight, or of both products one step's each."""
+    config = LinearConfig(16, 64, 128, 4, 5)
+    code = compiled(replace(CASES["qkv"], dtype=BF16), config, monkeypatch).asm["ptx"]
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d)|(griddepcontrol\.wait)", code)
+    tiles = " ".join(count or "|" for count, _ in waits).split("|")
+    assert sorted(tile.split() for tile in tiles if tile) == [
+        ["1", "0"],
+        ["1", "0", "2", "0", "1", "0"],
+    ]
+
+
 @pytest.mark.parametrize("tiles", [(64, 128, 4, 5), (128, 64, 8, 4), (64, 128, 4, 3)])
 @pytest.mark.parametrize("name", ["qkv", "sixty", "full"])
 def test_stages_are_free_before_anything_else_lies_there(name, tiles, monkeypatch):
@@ -286,6 +311,7 @@ def test_how_many_parts_there_are():
     assert parts_of(128, (4096, 28672), 1, 8, 16) == 32, "not more than can be read"
     assert parts_of(128, (6144, 4096), 3, 8, 64) == 4, "a program has one part of one tile"
     assert parts_of(128, (6144, 4096), 3, 64, 256) == 0
+    assert parts_of(128, (4096, 4096), 1, 200, 16) == 4, "not more segments than rows"
     assert parts_of(64, (4096, 4096), 1, 8, 16) == 0, "programs of its own"
     assert parts_of(200, (4096, 4096), 1, 8, 16) == 0, "the library's"
     assert parts_of(128, (4096, 4096), 1, 8, 16, card=replace(H200, capability=(10, 0))) == 0
@@ -309,6 +335,30 @@ def test_each_part_has_a_program_and_all_rows_one_number_of_them(shape, max_lora
             config = tiles_for(128, *size, H200)
             tiles = rank_tiles(config, min(128, max_loras), stack, max_rank)
             assert parts * tiles <= product_programs(config, size[0], partials)
+
+
+@pytest.mark.parametrize("hidden", [2048, 2304, 3584, 4096])
+def test_measured_choices_have_room_for_blocks_of_a(hidden):
+    """Or no parts."""
+    found = []
+    for width in (4096, 14336):
+        for config in candidates(Product(128, hidden, width, BF16), H200, takes_partials=True):
+            shape = (hidden, width, config.splits)
+            found.append(parts_in_product(config, *shape, 1, 8, 16, H200))
+            programs = product_programs(config, hidden, config.splits)
+            stages = H200.fitted(config, programs, beside=bytes_of_ranks(config)).num_stages
+            assert stages >= 2 or found[-1] == 0
+    assert any(found)
+
+
+def test_refuses_tiles_without_room(monkeypatch):
+    monkeypatch.setattr("kernels.hopper_linear.runs_on", lambda device: True)
+    case = Case([0] * 100, [[16] * 8], 4096, 4096, 16, 8, splits=4, dtype=BF16)
+    config = LinearConfig(128, 64, 128, 4, 2, 4)
+    with pytest.raises(AssertionError, match="no room for A"):
+        launch_linear_shrink_parts(config, *PartsRun.of(case).arguments)
+    slots = (1, 8, 16)
+    assert parts_in_product(config, 4096, 4096, 4, *slots, H200) == 0
 
 
 def test_refuses_what_is_not_hoppers(monkeypatch):
