@@ -1,5 +1,5 @@
-"""A tile of W x^T on Hopper, and of A x^T beside it: blocks wait in shared memory, those of the
-weights since before the kernel before this one ended.
+"""A tile of W x^T on Hopper: blocks of both wait in shared memory, those of W since before the
+kernel before this one ended.
 
 Written in Gluon, Triton's language that names its buffers: Triton's own pipeliner cannot start one
 operand of a product before the wait and the other after it. Copies run several stages ahead of the
@@ -19,15 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels import linear_arrangement
 from kernels.dependent_launch import wait_for_inputs
 
 # Their names until Triton 3.6, and since.
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-RANK_STAGES = gl.constexpr(linear_arrangement.RANK_STAGES)
 
 
 @gluon.constexpr_function
@@ -147,6 +144,99 @@ def wait_for_lanes(AHEAD: gl.constexpr):
 
 
 @gluon.jit
+def ask_for_first_weights(
+    weight,
+    first_n,
+    weight_rows,
+    there,
+    first_k,
+    steps,
+    stages_w,
+    ready,
+    BYTES: gl.constexpr,
+    K: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Start to copy W's blocks of the first STAGES - 1 steps; see `multiply`."""
+    for number in gl.static_range(STAGES - 1):
+        is_ready = ready.index(number)
+        mbarrier.expect(is_ready, BYTES, pred=steps > number)
+        ask_for_weights(
+            weight,
+            first_n,
+            weight_rows,
+            there,
+            first_k + number * BLOCK_K,
+            steps > number,
+            stages_w.index(number),
+            is_ready,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+        )
+
+
+@gluon.jit
+def ask_for_first_rows(
+    x, first_k, steps, stages_x, ready, BLOCK_K: gl.constexpr, STAGES: gl.constexpr
+):
+    """Start to copy x's, which the stages' barriers expect already."""
+    for number in gl.static_range(STAGES - 1):
+        place = [0, first_k + number * BLOCK_K]
+        copy_block(x, place, ready.index(number), stages_x.index(number), pred=steps > number)
+
+
+@gluon.jit
+def multiply_blocks(
+    first_step,
+    last_step,
+    x,
+    weight,
+    first_n,
+    weight_rows,
+    there,
+    first_k,
+    steps,
+    acc,
+    stages_x,
+    stages_w,
+    ready,
+    BYTES: gl.constexpr,
+    K: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """`acc` + W xᵀ of these steps, of `steps` in all; copies stay STAGES - 1 steps ahead;
+    see `multiply`."""
+    for step in range(first_step, last_step):
+        acc = start_product(weight, step, acc, stages_x, stages_w, ready, STAGES)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        barrier()  # all are through with the product before this one, whose stage is filled next
+        ask_for_blocks(
+            x,
+            weight,
+            first_n,
+            weight_rows,
+            there,
+            first_k,
+            step + STAGES - 1,
+            steps,
+            stages_x,
+            stages_w,
+            ready,
+            BYTES,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )
+    return acc
+
+
+@gluon.jit
 def multiply(
     x,
     weight,
@@ -173,7 +263,6 @@ def multiply(
     at the end of K. ready: `new_barriers`.
     """
     gl.static_assert(STAGES >= 2, "no stage to copy into while another is multiplied")
-    AHEAD: gl.constexpr = STAGES - 1
     dtype: gl.constexpr = x.dtype
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], dtype)
     stages_w = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_layout)
@@ -182,219 +271,45 @@ def multiply(
     ROWS: gl.constexpr = BLOCK_M + BLOCK_N if weight is not None else BLOCK_M
     BYTES: gl.constexpr = ROWS * BLOCK_K * 2
     steps = (last_k - first_k + BLOCK_K - 1) // BLOCK_K
-    for number in gl.static_range(AHEAD):
-        is_ready = ready.index(number)
-        mbarrier.expect(is_ready, BYTES, pred=steps > number)
-        ask_for_weights(
-            weight,
-            first_n,
-            weight_rows,
-            there,
-            first_k + number * BLOCK_K,
-            steps > number,
-            stages_w.index(number),
-            is_ready,
-            K,
-            BLOCK_N,
-            BLOCK_K,
-        )
+    ask_for_first_weights(
+        weight,
+        first_n,
+        weight_rows,
+        there,
+        first_k,
+        steps,
+        stages_w,
+        ready,
+        BYTES,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
     wait_for_inputs(PDL)
-    for number in gl.static_range(AHEAD):
-        place = [0, first_k + number * BLOCK_K]
-        copy_block(x, place, ready.index(number), stages_x.index(number), pred=steps > number)
-    for step in range(steps):
-        acc = start_product(weight, step, acc, stages_x, stages_w, ready, STAGES)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        barrier()  # all are through with the product before this one, whose stage is filled next
-        ask_for_blocks(
-            x,
-            weight,
-            first_n,
-            weight_rows,
-            there,
-            first_k,
-            step + AHEAD,
-            steps,
-            stages_x,
-            stages_w,
-            ready,
-            BYTES,
-            K,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
+    ask_for_first_rows(x, first_k, steps, stages_x, ready, BLOCK_K, STAGES)
+    acc = multiply_blocks(
+        0,
+        steps,
+        x,
+        weight,
+        first_n,
+        weight_rows,
+        there,
+        first_k,
+        steps,
+        acc,
+        stages_x,
+        stages_w,
+        ready,
+        BYTES,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
     if weight is None:
         async_copy.wait_group(0)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()  # all warps are: what comes next may lie where the stages were
     return acc
-
-
-@gluon.jit
-def multiply_blocks(
-    first_step,
-    last_step,
-    x,
-    weight,
-    first_n,
-    first_k,
-    steps,
-    acc,
-    stages_x,
-    stages_w,
-    ready,
-    BYTES: gl.constexpr,
-    K: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """`acc` + W xᵀ of these steps, of `steps` in all; copies stay STAGES - 1 steps ahead."""
-    for step in range(first_step, last_step):
-        acc = start_product(weight, step, acc, stages_x, stages_w, ready, STAGES)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        barrier()  # all are through with the product before this one, whose stage is filled next
-        ask_for_blocks(
-            x,
-            weight,
-            first_n,
-            None,
-            None,
-            first_k,
-            step + STAGES - 1,
-            steps,
-            stages_x,
-            stages_w,
-            ready,
-            BYTES,
-            K,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
-    return acc
-
-
-@gluon.jit
-def multiply_with_ranks(
-    x,
-    weight,
-    first_n,
-    first_k,
-    last_k,
-    acc,
-    ready,
-    a_rows,
-    there,
-    first_step,
-    last_step,
-    K: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    RANKS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """`multiply`'s product with W behind a descriptor, and A xᵀ, float32 [RANKS, BLOCK_M], over its
-    steps from `first_step` up to `last_step`.
-
-    A: the rows at RANKS addresses `a_rows`, 0 where not `there`. Before it waits for x it has asked
-    for the first blocks of A too.
-    """
-    gl.static_assert(STAGES >= 2, "no stage to copy into while another is multiplied")
-    AHEAD: gl.constexpr = STAGES - 1
-    RANKS_AHEAD: gl.constexpr = RANK_STAGES - 1
-    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([RANKS, BLOCK_K], x.dtype)
-    stages_w = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
-    stages_x = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
-    stages_a = gl.allocate_shared_memory(x.dtype, [RANK_STAGES, RANKS, BLOCK_K], layout)
-    steps = (last_k - first_k + BLOCK_K - 1) // BLOCK_K
-    for number in gl.static_range(AHEAD):
-        is_ready, place = ready.index(number), [first_n, first_k + number * BLOCK_K]
-        mbarrier.expect(is_ready, BYTES, pred=steps > number)
-        copy_block(weight, place, is_ready, stages_w.index(number), pred=steps > number)
-    for number in gl.static_range(RANKS_AHEAD):
-        k, wanted = first_k + (first_step + number) * BLOCK_K, first_step + number < last_step
-        block_a = stages_a.index(number)
-        ask_for_weights(None, 0, a_rows, there, k, wanted, block_a, None, K, RANKS, BLOCK_K)
-    wait_for_inputs(PDL)
-    for number in gl.static_range(AHEAD):
-        place = [0, first_k + number * BLOCK_K]
-        copy_block(x, place, ready.index(number), stages_x.index(number), pred=steps > number)
-    acc = multiply_blocks(
-        0,
-        first_step,
-        x,
-        weight,
-        first_n,
-        first_k,
-        steps,
-        acc,
-        stages_x,
-        stages_w,
-        ready,
-        BYTES,
-        K,
-        BLOCK_N,
-        BLOCK_K,
-        STAGES,
-    )
-    # Sums are set to 0 while none are in flight: else ptxas lets products wait for one another.
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    ranks = gl.zeros([RANKS, BLOCK_M], gl.float32, product_layout(BLOCK_M, gl.num_warps()))
-    for step in range(first_step, last_step):
-        acc = start_product(weight, step, acc, stages_x, stages_w, ready, STAGES)
-        wait_for_lanes(RANKS_AHEAD)
-        block_a = stages_a.index((step - first_step) % RANK_STAGES)
-        block_x = stages_x.index(step % STAGES).permute((1, 0))
-        ranks = warpgroup_mma(block_a, block_x, ranks, is_async=True)
-        acc, ranks = warpgroup_mma_wait(2, deps=[acc, ranks])
-        barrier()  # all are through with the two products before these, as in `multiply_blocks`
-        ask_for_blocks(
-            x,
-            weight,
-            first_n,
-            None,
-            None,
-            first_k,
-            step + AHEAD,
-            steps,
-            stages_x,
-            stages_w,
-            ready,
-            BYTES,
-            K,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
-        ahead = step - first_step + RANKS_AHEAD
-        k, wanted = first_k + (first_step + ahead) * BLOCK_K, first_step + ahead < last_step
-        block_a = stages_a.index(ahead % RANK_STAGES)
-        ask_for_weights(None, 0, a_rows, there, k, wanted, block_a, None, K, RANKS, BLOCK_K)
-    acc, ranks = warpgroup_mma_wait(0, deps=[acc, ranks])
-    async_copy.wait_group(0)
-    acc = multiply_blocks(
-        last_step,
-        steps,
-        x,
-        weight,
-        first_n,
-        first_k,
-        steps,
-        acc,
-        stages_x,
-        stages_w,
-        ready,
-        BYTES,
-        K,
-        BLOCK_N,
-        BLOCK_K,
-        STAGES,
-    )
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier()  # all warps are: what comes next may lie where the stages were
-    return acc, ranks

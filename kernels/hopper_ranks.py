@@ -9,16 +9,25 @@ x A^T next adds up the parts.
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from kernels.dependent_launch import dependent_launch
+from kernels import linear_arrangement
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.hopper_linear import descriptor, first_sums, hopper_product_tile, store_tile
 from kernels.hopper_multiply import (
-    RANK_STAGES,
+    ask_for_blocks,
+    ask_for_first_rows,
+    ask_for_first_weights,
+    ask_for_weights,
+    barrier,
     end_barriers,
-    multiply_with_ranks,
+    multiply_blocks,
     new_barriers,
     product_layout,
     row_layout,
+    start_product,
+    wait_for_lanes,
 )
 from kernels.hopper_shrink import find_ranks
 from kernels.linear_arrangement import (
@@ -30,6 +39,8 @@ from kernels.linear_arrangement import (
 from kernels.linear_config import LinearConfig, card
 from kernels.lora_segments import TABLES
 from kernels.partials import rows_a_split, splits_of
+
+RANK_STAGES = gl.constexpr(linear_arrangement.RANK_STAGES)
 
 
 @gluon.jit
@@ -76,6 +87,142 @@ def keep_own_ranks(
     own = there[:, None] & (slot[:, None] == of_row[None, :])
     places = part + (stacked * MAX_RANK + rank)[:, None] + m[None, :] * SHRUNK_STRIDE
     gl.store(places, ranks, mask=own)
+
+
+@gluon.jit
+def multiply_with_ranks(
+    x,
+    weight,
+    first_n,
+    first_k,
+    last_k,
+    acc,
+    ready,
+    a_rows,
+    there,
+    first_step,
+    last_step,
+    K: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    RANKS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """`hopper_multiply.multiply`'s product with W behind a descriptor, and A xᵀ, float32 [RANKS,
+    BLOCK_M], over its steps from `first_step` up to `last_step`.
+
+    A: the rows at RANKS addresses `a_rows`, 0 where not `there`. Before it waits for x it has asked
+    for the first blocks of A too.
+    """
+    gl.static_assert(STAGES >= 2, "no stage to copy into while another is multiplied")
+    RANKS_AHEAD: gl.constexpr = RANK_STAGES - 1
+    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([RANKS, BLOCK_K], x.dtype)
+    stages_w = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
+    stages_x = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    stages_a = gl.allocate_shared_memory(x.dtype, [RANK_STAGES, RANKS, BLOCK_K], layout)
+    steps = (last_k - first_k + BLOCK_K - 1) // BLOCK_K
+    ask_for_first_weights(
+        weight,
+        first_n,
+        None,
+        None,
+        first_k,
+        steps,
+        stages_w,
+        ready,
+        BYTES,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
+    for number in gl.static_range(RANKS_AHEAD):
+        k, wanted = first_k + (first_step + number) * BLOCK_K, first_step + number < last_step
+        block_a = stages_a.index(number)
+        ask_for_weights(None, 0, a_rows, there, k, wanted, block_a, None, K, RANKS, BLOCK_K)
+    wait_for_inputs(PDL)
+    ask_for_first_rows(x, first_k, steps, stages_x, ready, BLOCK_K, STAGES)
+    acc = multiply_blocks(
+        0,
+        first_step,
+        x,
+        weight,
+        first_n,
+        None,
+        None,
+        first_k,
+        steps,
+        acc,
+        stages_x,
+        stages_w,
+        ready,
+        BYTES,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
+    # Sums are set to 0 while none are in flight: else ptxas lets products wait for one another.
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    ranks = gl.zeros([RANKS, BLOCK_M], gl.float32, product_layout(BLOCK_M, gl.num_warps()))
+    for step in range(first_step, last_step):
+        acc = start_product(weight, step, acc, stages_x, stages_w, ready, STAGES)
+        wait_for_lanes(RANKS_AHEAD)
+        block_a = stages_a.index((step - first_step) % RANK_STAGES)
+        block_x = stages_x.index(step % STAGES).permute((1, 0))
+        ranks = warpgroup_mma(block_a, block_x, ranks, is_async=True)
+        acc, ranks = warpgroup_mma_wait(2, deps=[acc, ranks])
+        barrier()  # all are through with the two products before these, as in `multiply_blocks`
+        ask_for_blocks(
+            x,
+            weight,
+            first_n,
+            None,
+            None,
+            first_k,
+            step + STAGES - 1,
+            steps,
+            stages_x,
+            stages_w,
+            ready,
+            BYTES,
+            K,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )
+        ahead = step - first_step + RANKS_AHEAD
+        k, wanted = first_k + (first_step + ahead) * BLOCK_K, first_step + ahead < last_step
+        block_a = stages_a.index(ahead % RANK_STAGES)
+        ask_for_weights(None, 0, a_rows, there, k, wanted, block_a, None, K, RANKS, BLOCK_K)
+    acc, ranks = warpgroup_mma_wait(0, deps=[acc, ranks])
+    async_copy.wait_group(0)
+    acc = multiply_blocks(
+        last_step,
+        steps,
+        x,
+        weight,
+        first_n,
+        None,
+        None,
+        first_k,
+        steps,
+        acc,
+        stages_x,
+        stages_w,
+        ready,
+        BYTES,
+        K,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()  # all warps are: what comes next may lie where the stages were
+    return acc, ranks
 
 
 @gluon.jit(
