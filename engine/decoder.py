@@ -149,8 +149,9 @@ class Decoder:
         splits, out = linear_splits(*product), ws.delta
         if splits > 1:  # the op that adds them up is the next anyway
             out = ws.product[: splits * out.numel()].view(splits, *out.shape)
-        is_own = linear_config(*product) is not None
-        holds = lora is None or holds_delta(tokens, hidden, lora.max_rank, lora.arena.dtype, is_own)
+        holds = lora is None or holds_delta(
+            tokens, hidden, lora.max_rank, lora.arena.dtype, linear_config(*product) is not None
+        )
         delta = project(x, projection, index, target, lora, out, fold=True, takes_parts=holds)
         if holds or delta is NO_LORA:
             add_rms_norm(out, ws.residual, *delta, *norm, ws.hidden)

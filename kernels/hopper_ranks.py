@@ -29,64 +29,13 @@ from kernels.hopper_multiply import (
     start_product,
     wait_for_lanes,
 )
-from kernels.hopper_shrink import find_ranks
-from kernels.linear_arrangement import (
-    bytes_of_ranks,
-    product_programs,
-    rank_tiles,
-    ranks_a_tile,
-)
-from kernels.linear_config import LinearConfig, card
+from kernels.hopper_shrink import fetch_ranks, find_ranks, store_own_ranks
+from kernels.linear_arrangement import product_programs, rank_tiles, ranks_a_tile
+from kernels.linear_config import LinearConfig
 from kernels.lora_segments import TABLES
 from kernels.partials import rows_a_split, splits_of
 
 RANK_STAGES = gl.constexpr(linear_arrangement.RANK_STAGES)
-
-
-@gluon.jit
-def fetch_ranks(a_rows, there, bytes_a_row):
-    """Start to bring `bytes_a_row` bytes, a multiple of 16, from each of the addresses `a_rows`
-    that is `there` into the cache that the multiprocessors share."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    addresses = gl.convert_layout(a_rows.to(gl.int64), layout)
-    lengths = gl.convert_layout(gl.where(there, bytes_a_row, 0), layout)
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred wanted;
-        setp.gt.s32 wanted, $2, 0;
-        @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [addresses, lengths],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def keep_own_ranks(
-    ranks,
-    stacked,
-    slot,
-    rank,
-    there,
-    row_slot,
-    part,
-    num_tokens,
-    BLOCK_M: gl.constexpr,
-    SHRUNK_STRIDE: gl.constexpr,
-    MAX_RANK: gl.constexpr,
-):
-    """`ranks` [RANKS, BLOCK_M] of A xᵀ to the `part` [T, …] of x A^T: of each row those of its own
-    slot."""
-    layout: gl.constexpr = product_layout(BLOCK_M, gl.num_warps())
-    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
-    of_row = gl.load(row_slot + m, mask=m < num_tokens, other=-1)
-    own = there[:, None] & (slot[:, None] == of_row[None, :])
-    places = part + (stacked * MAX_RANK + rank)[:, None] + m[None, :] * SHRUNK_STRIDE
-    gl.store(places, ranks, mask=own)
 
 
 @gluon.jit
@@ -335,7 +284,7 @@ def _hopper_ranks_kernel(
         )
         places = out + (split * split_rows).to(gl.int64) * OUT_STRIDE
         store_tile(acc, places, first_n, num_tokens, N, OUT_STRIDE, BLOCK_M, BLOCK_N)
-        keep_own_ranks(
+        store_own_ranks(
             ranks,
             stacked,
             out_slot,
@@ -366,12 +315,11 @@ def launch_hopper_ranks(
     max_rank: int,
     shrunk: torch.Tensor,
 ) -> None:
-    """`launch_linear_shrink_parts`, of checked arguments."""
+    """`launch_linear_shrink_parts`, of checked arguments, with a `config` that
+    `fitted_with_ranks` gave."""
     stack, max_loras = a_ptrs.shape
     splits, segments = splits_of(out), min(x.shape[0], max_loras)
-    programs = product_programs(config, weight.shape[0], splits)
-    config = card(x.device).fitted(config, programs, beside=bytes_of_ranks(config))
-    _hopper_ranks_kernel[(programs,)](
+    _hopper_ranks_kernel[(product_programs(config, weight.shape[0], splits),)](
         descriptor(x, config.block_m, config.block_k),
         descriptor(weight, config.block_n, config.block_k),
         bias,

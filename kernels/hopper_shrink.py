@@ -1,7 +1,8 @@
 """A tile of x A^T on Hopper: ranks of several adapter slots, one after the other, by all rows.
 
 As wide as a tile of the base product, so that few programs do: of each row the tile keeps the
-ranks of its own slot. What `lora_shrink` computes, to the bit.
+ranks of its own slot. What `lora_shrink` computes, to the bit. Where ranks lie, and which are a
+row's own, is said here for `hopper_ranks` too, whose programs are the product's.
 """
 
 from triton.experimental import gluon
@@ -70,6 +71,50 @@ def own_rows(first, slot, there, row_slot, num_tokens, ROWS: gl.constexpr, layou
     m = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     of_row = gl.load(row_slot + m, mask=m < num_tokens, other=-1)
     return m, there[:, None] & (slot[:, None] == of_row[None, :])
+
+
+@gluon.jit
+def fetch_ranks(a_rows, there, bytes_a_row):
+    """Start to bring `bytes_a_row` bytes, a multiple of 16, from each of the addresses `a_rows`
+    that is `there` into the cache that the multiprocessors share."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    addresses = gl.convert_layout(a_rows.to(gl.int64), layout)
+    lengths = gl.convert_layout(gl.where(there, bytes_a_row, 0), layout)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.gt.s32 wanted, $2, 0;
+        @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [addresses, lengths],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store_own_ranks(
+    ranks,
+    stacked,
+    slot,
+    rank,
+    there,
+    row_slot,
+    part,
+    num_tokens,
+    BLOCK_M: gl.constexpr,
+    SHRUNK_STRIDE: gl.constexpr,
+    MAX_RANK: gl.constexpr,
+):
+    """`ranks` [RANKS, BLOCK_M] of A xᵀ to the `part` [T, …] of x A^T: of each row those of its own
+    slot."""
+    layout: gl.constexpr = product_layout(BLOCK_M, gl.num_warps())
+    m, own = own_rows(0, slot, there, row_slot, num_tokens, BLOCK_M, layout)
+    places = part + (stacked * MAX_RANK + rank)[:, None] + m[None, :] * SHRUNK_STRIDE
+    gl.store(places, ranks, mask=own)
 
 
 @gluon.jit

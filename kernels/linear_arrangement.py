@@ -18,7 +18,7 @@ from kernels.lora_segments import shrink_split_k
 SHRINK_ROUNDS = 6  # of shrinking programs in the time of one of the product's, with few rows
 MANY_ROWS_SPLITS = 2  # of x A^T above MAX_ROWS rows: as many as a product's mostly
 
-PART_K = 512  # elements of K in a part of x A^T: so many more than its own multiplies a program
+PART_K = 512  # elements of K in a part of x A^T, which a program multiplies beside its own
 MOST_PARTS = 32  # all of which what comes next reads
 RANK_STAGES = 2  # blocks of A, of which one is under way and one multiplied
 
@@ -90,6 +90,15 @@ def bytes_of_ranks(config: LinearConfig) -> int:
     return RANK_STAGES * ranks_a_tile(config) * config.block_k * 2
 
 
+def fitted_with_ranks(
+    config: LinearConfig, out_features: int, partials: int, card: Card
+) -> LinearConfig | None:
+    """`config` with as many stages as fit beside blocks of A; None where those are too few."""
+    programs = product_programs(config, out_features, partials)
+    fitted = card.fitted(config, programs, beside=bytes_of_ranks(config))
+    return fitted if fitted.num_stages >= MIN_STAGES else None
+
+
 def rank_tiles(config: LinearConfig, segments: int, stack: int, max_rank: int) -> int:
     """Of x A^T by a product's own programs: ranks of several segments share a tile."""
     return stack * triton.cdiv(segments * max_rank, ranks_a_tile(config))
@@ -116,8 +125,7 @@ def parts_in_product(
         return 0
     if not config.fits_warp_groups or not config.serves(partials):
         return 0
-    programs = product_programs(config, out_features, partials)
-    if card.fitted(config, programs, beside=bytes_of_ranks(config)).num_stages < MIN_STAGES:
+    if fitted_with_ranks(config, out_features, partials, card) is None:
         return 0
     tiles = rank_tiles(config, min(config.block_m, max_loras), stack, max_rank)
     most = triton.cdiv(out_features, config.block_n) // tiles

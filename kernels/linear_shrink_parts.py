@@ -9,8 +9,8 @@ import torch
 from kernels.hopper_linear import is_for_hopper
 from kernels.hopper_ranks import launch_hopper_ranks
 from kernels.linear import check_linear, linear_torch
-from kernels.linear_arrangement import bytes_of_ranks, product_programs, rank_tiles
-from kernels.linear_config import MIN_STAGES, LinearConfig, card, linear_config
+from kernels.linear_arrangement import fitted_with_ranks, product_programs, rank_tiles
+from kernels.linear_config import LinearConfig, card, linear_config
 from kernels.lora_segments import check_segments
 from kernels.op import define_op
 from kernels.partials import splits_of
@@ -70,14 +70,15 @@ def launch_linear_shrink_parts(
         f"{config}, x {tuple(x.shape)} at {x.data_ptr():#x} with strides {x.stride()}, weight at "
         f"{weight.data_ptr():#x} with strides {weight.stride()}: use linear and sgemm_a"
     )
-    programs = product_programs(config, weight.shape[0], splits_of(out))
-    fitted = card(x.device).fitted(config, programs, beside=bytes_of_ranks(config))
-    assert fitted.num_stages >= MIN_STAGES, f"no room for A beside {config}"
+    splits = splits_of(out)
+    fitted = fitted_with_ranks(config, weight.shape[0], splits, card(x.device))
+    assert fitted is not None, f"no room for A beside {config}"
+    programs = product_programs(config, weight.shape[0], splits)
     units = rank_tiles(config, len(weight_indices), a_ptrs.shape[0], max_rank)
     units *= shrunk.shape[1]
     assert units <= programs, f"{units} parts of tiles of x A^T, but {programs} programs"
     tables = (arena, a_ptrs, lora_ranks, seg_indptr, weight_indices, row_slot)
-    launch_hopper_ranks(config, x, weight, bias, out, *tables, max_rank, shrunk)
+    launch_hopper_ranks(fitted, x, weight, bias, out, *tables, max_rank, shrunk)
 
 
 def linear_shrink_parts_triton(

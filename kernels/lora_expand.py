@@ -110,8 +110,8 @@ def sums_at(source, r, rank, PARTS: tl.constexpr, PART_STRIDE: tl.constexpr):
         sums = tl.load(source + r, mask=r < rank, other=0.0)
     else:
         part = tl.arange(0, PARTS) * PART_STRIDE
-        mask = (part >= 0)[:, None] & (r < rank)[None, :]
-        sums = tl.sum(tl.load(source + part[:, None] + r[None, :], mask, other=0.0), axis=0)
+        parts = tl.load(source + part[:, None] + r[None, :], (r < rank)[None, :], other=0.0)
+        sums = tl.sum(parts, axis=0)
     return sums
 
 
