@@ -76,10 +76,7 @@ def _rms_norm_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     CHUNKS: tl.constexpr = BLOCK // CHUNK
-    scales, blocks = tl.tuple(()), tl.tuple(())  # of the weight and of B, by chunk
-    for chunk in tl.static_range(CHUNKS):
-        column = chunk * CHUNK + tl.arange(0, CHUNK)
-        scales = scales + (tl.load(weight + column, mask=column < HIDDEN, other=0.0),)
+    blocks = tl.tuple(())  # of B, by chunk
     if shrunk is not None:
         slot = tl.load(row_slot + row)
         address, rank, scaling = find_slice(b_ptrs, lora_ranks, scalings, slot, 0, MAX_LORAS)
@@ -142,7 +139,7 @@ def _rms_norm_kernel(
     for chunk in tl.static_range(CHUNKS):
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         mask = column < HIDDEN
-        scale = scales[chunk].to(tl.float32) + weight_offset
+        scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + weight_offset
         result = summed[chunk] * inverse_rms * scale
         tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=mask)
 
