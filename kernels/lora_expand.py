@@ -57,36 +57,24 @@ def _odd_block(address, arena, rank, n, r, inside):
 
 
 @triton.jit
-def first_ranks(address, arena, rank, n, inside, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr):
-    """B[n, :BLOCK_R] in its dtype [N, BLOCK_R], which may be read before the inputs are complete.
+def first_ranks(
+    address,
+    arena,
+    rank,
+    n,
+    inside,
+    VECTOR: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SKIP: tl.constexpr = 0,
+):
+    """B[n, SKIP : SKIP + BLOCK_R] in its dtype [N, BLOCK_R], to be read before the inputs are
+    complete.
 
     Zeros where rows of B do not start on 16 bytes: `row_delta` and `tile_delta` read such a B
     from its first rank.
     """
     whole = whole_ranks(rank, VECTOR)
-    return _whole_block(address, arena, whole, n, tl.arange(0, BLOCK_R), inside)
-
-
-@triton.jit
-def fetch_slice(address, arena, numel, MOST: tl.constexpr, WANTED: tl.constexpr):
-    """Start to bring `numel` elements of B, MOST at most, into the cache that multiprocessors
-    share, if WANTED: where a program cannot hold them while it waits for its inputs."""
-    if WANTED:
-        LINE: tl.constexpr = 128 * 8 // arena.dtype.element_ty.primitive_bitwidth
-        places = tl.arange(0, (MOST + LINE - 1) // LINE) * LINE
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred wanted;
-            setp.ne.s32 wanted, $2, 0;
-            @wanted prefetch.global.L2 [$1];
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [as_weights(address, arena) + places, (places < numel).to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    return _whole_block(address, arena, whole, n, SKIP + tl.arange(0, BLOCK_R), inside)
 
 
 @triton.jit
@@ -95,11 +83,13 @@ def row_sums(
     rank,
     VECTOR: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    SKIP: tl.constexpr = 0,
     PARTS: tl.constexpr = 1,
     PART_STRIDE: tl.constexpr = 0,
 ):
     """The row's x A^T [BLOCK_R] for `first_ranks`; `source` is its and the slice's in `shrunk`."""
-    return sums_at(source, tl.arange(0, BLOCK_R), whole_ranks(rank, VECTOR), PARTS, PART_STRIDE)
+    r = SKIP + tl.arange(0, BLOCK_R)
+    return sums_at(source, r, whole_ranks(rank, VECTOR), PARTS, PART_STRIDE)
 
 
 @triton.jit

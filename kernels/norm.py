@@ -19,23 +19,12 @@ from kernels.lora_arguments import (
     row_blocks,
     row_tensors,
 )
-from kernels.lora_expand import (
-    fetch_slice,
-    find_slice,
-    first_ranks,
-    row_delta,
-    row_product,
-    row_sums,
-)
+from kernels.lora_expand import find_slice, first_ranks, row_delta, row_product, row_sums
 from kernels.op import define_op
 from kernels.partials import check_partials, check_rows, sum_partials, sum_partials_torch
 
 _ELEMENTS_PER_THREAD = 8  # one 16-byte load of a 16-bit dtype
-_CHUNK_PER_THREAD = 2  # and so many are in work at once
 _MAX_WARPS = 16
-_AHEAD = 2  # chunks
-_MAX_ROWS_BESIDE = 32  # up to here a product's program leaves room for one of the norm beside it
-_REGISTERS = 40960  # of all threads of that
 _COLUMNS_A_WARP = 256  # 16 ranks of so much of a 16-bit B are 64 registers a thread
 _MAX_DELTA_ROWS = 64  # behind any product
 _MAX_OWN_DELTA_ROWS = 128  # behind one that lets the norm up before its end
@@ -67,81 +56,53 @@ def _rms_norm_kernel(
     MAX_LORAS: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,  # columns that are in work at once
-    AHEAD: tl.constexpr,  # of which so many more are under way
-    EARLY: tl.constexpr,  # chunks of which B is read, and not only fetched, before the wait
     BLOCK_R: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    CHUNKS: tl.constexpr = BLOCK // CHUNK
-    blocks = tl.tuple(())  # of B, by chunk
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN
     if shrunk is not None:
         slot = tl.load(row_slot + row)
         address, rank, scaling = find_slice(b_ptrs, lora_ranks, scalings, slot, 0, MAX_LORAS)
-        for chunk in tl.static_range(EARLY):
-            column = chunk * CHUNK + tl.arange(0, CHUNK)
-            inside = column < HIDDEN
-            block = first_ranks(address, arena, rank, column, inside, VECTOR, BLOCK_R)
-            blocks = blocks + (block,)
-        fetch_slice(address, arena, rank * HIDDEN, BLOCK * BLOCK_R, PDL and EARLY < CHUNKS)
+        # In halves, one multiplied after the other: all of it in float32 takes too many registers.
+        HALF: tl.constexpr = BLOCK_R // 2
+        left = first_ranks(address, arena, rank, column, mask, VECTOR, HALF)
+        right = first_ranks(address, arena, rank, column, mask, VECTOR, HALF, SKIP=HALF)
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + weight_offset  # [H]
     wait_for_inputs(PDL)
-    if shrunk is not None:
-        s_row = shrunk + row * SHRUNK_STRIDE
-        sums = row_sums(s_row, rank, VECTOR, BLOCK_R, PARTS, PART_STRIDE)
-    values, totals = tl.tuple(()), tl.tuple(())
-    for step in tl.static_range(CHUNKS + AHEAD):
-        if step < CHUNKS:
-            column = step * CHUNK + tl.arange(0, CHUNK)
-            mask = column < HIDDEN
-            value = sum_partials(x + row * x_stride + column, mask, partial_stride, PARTIALS)
-            if residual is not None:
-                places = residual + row * residual_stride + column
-                value += tl.load(places, mask=mask, other=0.0).to(tl.float32)
-            values = values + (value,)
-            if shrunk is not None and step >= EARLY:
-                block = first_ranks(address, arena, rank, column, mask, VECTOR, BLOCK_R)
-                blocks = blocks + (block,)
-        if shrunk is not None and step >= AHEAD:
-            totals = totals + (row_product(blocks[step - AHEAD], sums),)
-    summed = tl.tuple(())
-    for chunk in tl.static_range(CHUNKS):
-        value = values[chunk]
-        if residual is not None:
-            column = chunk * CHUNK + tl.arange(0, CHUNK)
-            mask = column < HIDDEN
-            if shrunk is not None:
-                delta = row_delta(
-                    totals[chunk],
-                    address,
-                    arena,
-                    rank,
-                    scaling,
-                    s_row,
-                    column,
-                    mask,
-                    VECTOR,
-                    BLOCK_R,
-                    ONE_BLOCK,
-                    PARTS,
-                    PART_STRIDE,
-                )
-                value = tl.where(rank > 0, value + delta, value)
-            rounded = value.to(residual.dtype.element_ty)
-            tl.store(residual + row * residual_stride + column, rounded, mask=mask)
-            value = rounded.to(tl.float32)
-        summed = summed + (value,)
-    squares = summed[0] * summed[0]
-    for chunk in tl.static_range(1, CHUNKS):
-        squares += summed[chunk] * summed[chunk]
-    inverse_rms = tl.rsqrt(tl.sum(squares) / HIDDEN + eps)
-    for chunk in tl.static_range(CHUNKS):
-        column = chunk * CHUNK + tl.arange(0, CHUNK)
-        mask = column < HIDDEN
-        scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + weight_offset
-        result = summed[chunk] * inverse_rms * scale
-        tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=mask)
+    value = sum_partials(x + row * x_stride + column, mask, partial_stride, PARTIALS)  # [H]
+    if residual is not None:
+        residual_row = residual + row * residual_stride + column
+        value += tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
+        if shrunk is not None:
+            s_row = shrunk + row * SHRUNK_STRIDE
+            left_sums = row_sums(s_row, rank, VECTOR, HALF, 0, PARTS, PART_STRIDE)
+            right_sums = row_sums(s_row, rank, VECTOR, HALF, HALF, PARTS, PART_STRIDE)
+            delta = row_delta(
+                row_product(left, left_sums),
+                address,
+                arena,
+                rank,
+                scaling,
+                s_row,
+                column,
+                mask,
+                VECTOR,
+                BLOCK_R,
+                ONE_BLOCK,
+                PARTS,
+                PART_STRIDE,
+            )
+            delta += scaling * row_product(right, right_sums)
+            value = tl.where(rank > 0, value + delta, value)
+        rounded = value.to(residual.dtype.element_ty)
+        tl.store(residual_row, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(value * value) / HIDDEN + eps)
+    result = value * inverse_rms * scale
+    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=mask)
 
 
 def _launch(
@@ -155,9 +116,6 @@ def _launch(
 ) -> None:
     num_tokens, hidden = out.shape
     block = triton.next_power_of_2(hidden)
-    num_warps = min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)
-    chunk = min(block, 32 * num_warps * _CHUNK_PER_THREAD)
-    is_early = lora is not None and num_tokens > _MAX_ROWS_BESIDE
     _rms_norm_kernel[(num_tokens,)](
         x,
         residual,
@@ -173,13 +131,9 @@ def _launch(
         PARTIALS=x.shape[0] if x.dim() == 3 else 1,
         HIDDEN=hidden,
         BLOCK=block,
-        CHUNK=chunk,
-        AHEAD=min(_AHEAD, block // chunk),
-        EARLY=block // chunk if is_early else 0,
         **row_blocks(lora),
         **part_blocks(lora),
-        num_warps=num_warps,
-        maxnreg=None if lora is None or is_early else _REGISTERS // (32 * num_warps),
+        num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS),
         **dependent_launch(x.device),
     )
 
@@ -190,11 +144,9 @@ def holds_delta(
     """Whether `add_rms_norm` is the quicker way to add deltas, and not `add_expand` before
     `rms_norm`, which spreads a row over many programs.
 
-    It is where the row's one program can read all of its B, of `dtype`, in no more time than the
-    base product leaves it: with few rows it comes up beside a program of the product, has the
-    cache fetch B and reads it in chunks; with more rows it holds B in registers before the product
-    has ended, which takes one that `is_own`, not the library's. A rank whose rows of B do not
-    start on 16 bytes is read after it, rank by rank.
+    It is where the registers of the row's one program hold all of its B, of `dtype`, which it then
+    reads while the base product still runs: with many rows that takes a product which `is_own`, not
+    the library's. A rank whose rows of B do not start on 16 bytes is read after it, rank by rank.
     """
     block = triton.next_power_of_2(hidden)
     fits = block <= _MAX_WARPS * _COLUMNS_A_WARP and max_rank <= 16 and dtype.itemsize == 2
