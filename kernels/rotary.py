@@ -12,7 +12,7 @@ from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_arguments import COLUMNS_PER_WARP, LORA_TABLES, lora_of, row_blocks
 from kernels.lora_expand import find_slice, first_ranks, row_delta, row_product, row_sums
 from kernels.op import define_op
-from kernels.rotary_heads import add_delta, load_heads, rotate_heads, store_heads
+from kernels.rotary_heads import copy_heads, rotate_heads
 
 _HALF_ELEMENTS = 256  # of a program's heads: 32 threads, each a 16-byte load of a 16-bit dtype
 _NUM_WARPS = 1
@@ -59,11 +59,9 @@ def _rotary_kv_write_kernel(
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + GROUP - 1) // GROUP
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)  # the groups of q, then of k, then of v: none holds two kinds
-    after_q = (group >= Q_GROUPS).to(tl.int32)
-    after_k = (group >= Q_GROUPS + KV_GROUPS).to(tl.int32)
-    heads = tl.where(after_q > 0, NUM_KV_HEADS, NUM_Q_HEADS)  # of the group's kind
-    first_head = (group - after_q * Q_GROUPS - after_k * KV_GROUPS) * GROUP  # among them
-    inside = first_head + tl.arange(0, GROUP) < heads
+    q = qkv + token * qkv_stride
+    k = q + NUM_Q_HEADS * 2 * HALF
+    v = k + NUM_KV_HEADS * 2 * HALF
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_position)
     slot = tl.load(kv_slots + token)
     column = tl.arange(0, BLOCK)
@@ -71,19 +69,19 @@ def _rotary_kv_write_kernel(
     cos = tl.load(angles, mask=column < HALF, other=0.0)
     sin = tl.load(angles + HALF, mask=column < HALF, other=0.0)
     if shrunk is not None:
+        after_q = (group >= Q_GROUPS).to(tl.int32)
+        after_k = (group >= Q_GROUPS + KV_GROUPS).to(tl.int32)
         kind = after_q + after_k
+        heads = tl.where(after_q > 0, NUM_KV_HEADS, NUM_Q_HEADS)
         lane = tl.arange(0, GROUP * BLOCK)
-        head = first_head + lane // BLOCK
-        in_slice = (head < heads) & (lane % BLOCK < HALF)
+        head = (group - after_q * Q_GROUPS - after_k * KV_GROUPS) * GROUP + lane // BLOCK
+        inside = (head < heads) & (lane % BLOCK < HALF)
         n = head * (2 * HALF) + lane % BLOCK
         adapter = tl.load(row_slot + token)
         address, rank, scaling = find_slice(b_ptrs, lora_ranks, scalings, adapter, kind, MAX_LORAS)
-        left_first = first_ranks(address, arena, rank, n, in_slice, VECTOR, BLOCK_R)
-        right_first = first_ranks(address, arena, rank, n + HALF, in_slice, VECTOR, BLOCK_R)
+        left_first = first_ranks(address, arena, rank, n, inside, VECTOR, BLOCK_R)
+        right_first = first_ranks(address, arena, rank, n + HALF, inside, VECTOR, BLOCK_R)
     wait_for_inputs(PDL)
-    row = qkv + token * qkv_stride
-    kinds_before = after_q * NUM_Q_HEADS + after_k * NUM_KV_HEADS
-    left, right = load_heads(row, kinds_before + first_head, inside, HALF, GROUP, BLOCK)
     if shrunk is not None:
         source = shrunk + token * SHRUNK_STRIDE + kind * MAX_RANK
         sums = row_sums(source, rank, VECTOR, BLOCK_R)
@@ -95,7 +93,7 @@ def _rotary_kv_write_kernel(
             scaling,
             source,
             n,
-            in_slice,
+            inside,
             VECTOR,
             BLOCK_R,
             ONE_BLOCK,
@@ -108,7 +106,7 @@ def _rotary_kv_write_kernel(
             scaling,
             source,
             n + HALF,
-            in_slice,
+            inside,
             VECTOR,
             BLOCK_R,
             ONE_BLOCK,
@@ -116,9 +114,9 @@ def _rotary_kv_write_kernel(
     else:
         left_delta, right_delta, rank = None, None, 0
     if group < Q_GROUPS:
-        new_left, new_right = rotate_heads(
-            left,
-            right,
+        rotate_heads(
+            q,
+            q,
             left_delta,
             right_delta,
             rank,
@@ -127,17 +125,19 @@ def _rotary_kv_write_kernel(
             norm_weight_offset,
             cos,
             sin,
+            group * GROUP,
+            NUM_Q_HEADS,
             HALF,
+            GROUP,
             BLOCK,
         )
-        store_heads(new_left, new_right, row, first_head, inside, HALF, GROUP, BLOCK)
     elif slot >= 0:
         page = (slot // PAGE_SIZE).to(tl.int64)
         entry = page * page_stride + (slot % PAGE_SIZE) * entry_stride
         if group < Q_GROUPS + KV_GROUPS:
-            new_left, new_right = rotate_heads(
-                left,
-                right,
+            rotate_heads(
+                k,
+                k_cache + entry,
                 left_delta,
                 right_delta,
                 rank,
@@ -146,17 +146,25 @@ def _rotary_kv_write_kernel(
                 norm_weight_offset,
                 cos,
                 sin,
+                (group - Q_GROUPS) * GROUP,
+                NUM_KV_HEADS,
                 HALF,
+                GROUP,
                 BLOCK,
             )
-            store_heads(
-                new_left, new_right, k_cache + entry, first_head, inside, HALF, GROUP, BLOCK
-            )
         else:
-            kept_left = add_delta(left, left_delta, rank)
-            kept_right = add_delta(right, right_delta, rank)
-            target = v_cache + entry
-            store_heads(kept_left, kept_right, target, first_head, inside, HALF, GROUP, BLOCK)
+            copy_heads(
+                v,
+                v_cache + entry,
+                left_delta,
+                right_delta,
+                rank,
+                (group - Q_GROUPS - KV_GROUPS) * GROUP,
+                NUM_KV_HEADS,
+                HALF,
+                GROUP,
+                BLOCK,
+            )
 
 
 def _check(

@@ -1,7 +1,7 @@
 """What becomes of a token's heads: normalised, rotated and stored, or stored as they are.
 
 Device functions of `rotary`, which knows where a head comes from and goes to. A head is two
-halves, `left` and `right` [GROUP, BLOCK], columns i and i + D/2 of which rotation mixes.
+halves, `left` and `right`, columns i and i + D/2 of which rotation mixes.
 """
 
 import triton
@@ -9,45 +9,10 @@ import triton.language as tl
 
 
 @triton.jit
-def load_heads(
-    source,  # [heads, D]
-    head,
-    inside,
-    HALF: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Both halves of GROUP heads from `head` on, those that are `inside`."""
-    group, column = tl.arange(0, GROUP), tl.arange(0, BLOCK)
-    mask = inside[:, None] & (column < HALF)[None, :]
-    places = source + (head + group)[:, None] * (2 * HALF) + column[None, :]
-    return tl.load(places, mask=mask, other=0.0), tl.load(places + HALF, mask=mask, other=0.0)
-
-
-@triton.jit
-def store_heads(
-    left,
-    right,
-    target,  # [heads, D]
-    head,
-    inside,
-    HALF: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The reverse, in the target's dtype."""
-    group, column = tl.arange(0, GROUP), tl.arange(0, BLOCK)
-    mask = inside[:, None] & (column < HALF)[None, :]
-    places = target + (head + group)[:, None] * (2 * HALF) + column[None, :]
-    tl.store(places, left.to(target.dtype.element_ty), mask=mask)
-    tl.store(places + HALF, right.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def rotate_heads(
-    left,
-    right,
-    left_delta,  # [GROUP, BLOCK] float32 to be added first, or None
+    source,  # [heads, D]
+    target,  # [heads, D], may be source
+    left_delta,  # [GROUP, BLOCK] to be added first, or None
     right_delta,
     rank,  # of the delta; 0: there is nothing to add
     norm_weight,  # [D], or None
@@ -55,13 +20,20 @@ def rotate_heads(
     norm_weight_offset,
     cos,  # [BLOCK]
     sin,
+    first_head,
+    NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise if asked, and rotate: both halves in float32."""
+    """Normalise if asked, rotate, and store heads [first_head, first_head + GROUP)."""
+    head = first_head + tl.arange(0, GROUP)
     column = tl.arange(0, BLOCK)
     in_half = column < HALF
-    left, right = left.to(tl.float32), right.to(tl.float32)
+    mask = (head < NUM_HEADS)[:, None] & in_half[None, :]
+    offset = head[:, None] * (2 * HALF) + column[None, :]
+    left = tl.load(source + offset, mask=mask, other=0.0).to(tl.float32)  # [G, D/2]
+    right = tl.load(source + HALF + offset, mask=mask, other=0.0).to(tl.float32)  # [G, D/2]
     if left_delta is not None:
         left = tl.where(rank > 0, left + left_delta, left)
         right = tl.where(rank > 0, right + right_delta, right)
@@ -75,12 +47,34 @@ def rotate_heads(
     cos, sin = cos[None, :], sin[None, :]
     # Which of the two products is fused with the sum is said here: left to the compiler it may
     # differ between a launch with deltas and one without, and with it a base row's last bit.
-    return tl.fma(left, cos, -(right * sin)), tl.fma(right, cos, left * sin)
+    rotated_left = tl.fma(left, cos, -(right * sin)).to(target.dtype.element_ty)
+    rotated_right = tl.fma(right, cos, left * sin).to(target.dtype.element_ty)
+    tl.store(target + offset, rotated_left, mask=mask)
+    tl.store(target + HALF + offset, rotated_right, mask=mask)
 
 
 @triton.jit
-def add_delta(half, delta, rank):
-    """One half of heads that are stored as they are, but for a delta, or None."""
-    if delta is not None:
-        half = tl.where(rank > 0, (half.to(tl.float32) + delta).to(half.dtype), half)
-    return half
+def copy_heads(
+    source,  # [heads, D]
+    target,  # [heads, D]
+    left_delta,  # [GROUP, BLOCK] to be added, or None
+    right_delta,
+    rank,  # of the delta; 0: there is nothing to add
+    first_head,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store heads [first_head, first_head + GROUP)."""
+    head = first_head + tl.arange(0, GROUP)
+    column = tl.arange(0, BLOCK)
+    mask = (head < NUM_HEADS)[:, None] & (column < HALF)[None, :]
+    offset = head[:, None] * (2 * HALF) + column[None, :]
+    left = tl.load(source + offset, mask=mask)
+    right = tl.load(source + HALF + offset, mask=mask)
+    if left_delta is not None:
+        left = tl.where(rank > 0, (left.to(tl.float32) + left_delta).to(left.dtype), left)
+        right = tl.where(rank > 0, (right.to(tl.float32) + right_delta).to(right.dtype), right)
+    tl.store(target + offset, left, mask=mask)
+    tl.store(target + HALF + offset, right, mask=mask)
