@@ -2,9 +2,13 @@
 
 `compile_launches` runs a launcher on CPU tensors with Triton's launch intercepted: each kernel
 it would start is compiled to machine code for every target with the very arguments, constexprs
-and options of that launch. Only PDL is what `dependent_launch` gives on that target.
+and options of that launch, and for addresses and integers as they are: multiples of 16, which
+decides how wide loads are and which lane adds up what, and ones. Only PDL is what
+`dependent_launch` gives on that target.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from unittest import mock
 
@@ -14,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import KernelParam
 
 TARGETS = (80, 90, 100)
 _FIRST_WITH_PDL = 90
@@ -46,6 +51,15 @@ def _signature_of(value: object) -> str:
     raise TypeError(f"no signature for {value!r}")
 
 
+def _is_multiple(value: object, parameter: KernelParam) -> bool:
+    """Whether Triton compiles for an address or integer that is a multiple of 16."""
+    if parameter.do_not_specialize_on_alignment:
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() % 16 == 0
+    return type(value) is int and value % 16 == 0 and not parameter.do_not_specialize
+
+
 def compile_launches(launcher: Callable[..., None], *args, **kwargs) -> int:
     """Compile every kernel that `launcher(*args, **kwargs)` launches, for each of TARGETS.
 
@@ -72,23 +86,35 @@ def compile_each(
         for parameter in kernel.params:
             if parameter.name not in bound and parameter.has_default:
                 bound[parameter.name] = parameter.default
-        signature, constexprs = {}, {}
-        for parameter in kernel.params:
+        signature, constexprs, attributes = {}, {}, {}
+        for place, parameter in enumerate(kernel.params):
             value = bound[parameter.name]
-            if parameter.is_constexpr or value is None:
+            is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or is_one:
                 signature[parameter.name] = "constexpr"
                 constexprs[parameter.name] = value
             else:
                 signature[parameter.name] = _signature_of(value)
+                if _is_multiple(value, parameter):
+                    attributes[place,] = [["tt.divisibility", 16]]
         source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
         for capability in targets:
             if "PDL" in constexprs:
                 constexprs["PDL"] = capability >= _FIRST_WITH_PDL
                 options["launch_pdl"] = capability >= _FIRST_WITH_PDL
-            source = source_of(fn=kernel, signature=dict(signature), constexprs=dict(constexprs))
+            source = source_of(kernel, dict(signature), dict(constexprs), dict(attributes))
             compiled = triton.compile(
                 source, target=GPUTarget("cuda", capability, 32), options=options
             )
             assert compiled.asm["cubin"], kernel
             results.append((capability, compiled))
     return results
+
+
+def sum_layouts(compiled: CompiledKernel) -> Counter[tuple[str, str]]:
+    """(shape and dtype, layout) of every float tile that a kernel sums along a dim, which is the
+    order in which it does."""
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    reduced = re.findall(r'"tt\.reduce".*?\{(.*?)\}\) : \(tensor<([^,]+), (#\w+)', text, re.DOTALL)
+    return Counter((tile, layouts[layout]) for body, tile, layout in reduced if "addf" in body)

@@ -13,7 +13,7 @@ from kernels.norm import (
     holds_delta,
     rms_norm_triton,
 )
-from tests.kernels.cross_compile import compile_launches
+from tests.kernels.cross_compile import compile_each, compile_launches, sum_layouts
 from tests.kernels.expand_batch import ROWS, ExpandBatch, same_bits
 
 BF16 = torch.bfloat16
@@ -148,6 +148,21 @@ def test_base_rows_keep_their_bits_at_model_widths(hidden, partials):
     assert same_bits(residual[batch.base_rows], base[batch.base_rows])
     assert same_bits(out[batch.base_rows], base_out[batch.base_rows])
     assert not torch.equal(out, base_out)
+
+
+@pytest.mark.parametrize("partials", [0, 2])
+@pytest.mark.parametrize("hidden", [2048, 3072, 4096])
+def test_squares_are_summed_in_one_order_with_and_without_deltas(hidden, partials):
+    """As compiled for Hopper: the same without one."""
+    batch = ExpandBatch([0, -1] * 16, [hidden], [[16, 8]], BF16, max_rank=16)
+    x, residual, weight = _tensors(len(batch.rows), hidden, BF16, partials, "cpu")
+    layouts = []
+    for lora in (NO_LORA, batch.arguments()):
+        arguments = (x, residual, *lora, weight, EPS, 0.0, torch.empty_like(residual))
+        ((_, kernel),) = compile_each(add_rms_norm_triton, *arguments, targets=(90,))
+        layouts.append(sum_layouts(kernel))
+    assert layouts[0]
+    assert layouts[0] <= layouts[1]
 
 
 def test_a_row_in_registers_is_what_it_is_for():

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from kernels.lora_arguments import NO_LORA
 from kernels.rotary import rotary_kv_write, rotary_kv_write_torch, rotary_kv_write_triton
-from tests.kernels.cross_compile import compile_launches
+from tests.kernels.cross_compile import compile_each, compile_launches, sum_layouts
 from tests.kernels.expand_batch import ROWS, ExpandBatch, same_bits
 
 MAX_POSITION, PAGES, PAGE_SIZE, EPS = 40, 4, 4, 1e-6
@@ -272,6 +272,18 @@ def test_a_token_with_a_delta_does_not_depend_on_its_neighbours(kernel_device, n
     page, entry = divmod(kept, PAGE_SIZE)
     for cache in ("k_cache", "v_cache"):
         assert torch.equal(together[cache][page, entry], poisoned[cache][page, entry])
+
+
+@pytest.mark.parametrize("name", ["norms", "norms_bf16", "one_norm"])
+def test_heads_are_normed_in_one_order_with_and_without_deltas(name):
+    """Rows of the base model have the bits of an engine without LoRA."""
+    case, layouts = LORA_CASES[name], []
+    for lora in (None, case.lora):
+        arguments = _arguments(replace(case, lora=lora))
+        ((_, kernel),) = compile_each(rotary_kv_write_triton, targets=(90,), **arguments)
+        layouts.append(sum_layouts(kernel))
+    assert layouts[0]
+    assert layouts[0] <= layouts[1]
 
 
 @pytest.mark.parametrize("name", ["bf16", "norms_bf16", "many_rows_mixed"])
