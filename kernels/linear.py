@@ -147,6 +147,17 @@ def check_linear(
         assert bias.is_contiguous(), "bias is not contiguous"
 
 
+def own_config(x: torch.Tensor, weight: torch.Tensor) -> LinearConfig:
+    """The own kernel's configuration for x [T, K] and `weight` [N, K]; raises AssertionError where
+    the library computes."""
+    config = linear_config(x.shape[0], *weight.shape, x.dtype, x.device)
+    assert config is not None, (
+        f"no kernel of its own for {x.dtype} [{x.shape[0]}, {x.shape[1]}] x "
+        f"[{weight.shape[0]}, {weight.shape[1]}]: use linear and sgemm_a"
+    )
+    return config
+
+
 def tile_arguments(
     config: LinearConfig, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 ) -> dict[str, int]:

@@ -11,10 +11,10 @@ import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.hopper_linear import is_for_hopper, launch_hopper_linear_shrink
-from kernels.linear import check_linear, linear_tile, linear_torch, tile_arguments
+from kernels.linear import check_linear, linear_tile, linear_torch, own_config, tile_arguments
 from kernels.linear_arrangement import arranged, product_programs, rank_programs
-from kernels.linear_config import LinearConfig, card, linear_config
-from kernels.lora_segments import TABLES, check_segments
+from kernels.linear_config import LinearConfig, card
+from kernels.lora_segments import TABLES, check_row_slot, check_segments
 from kernels.lora_shrink import (
     check_splits,
     shrink_arguments,
@@ -166,8 +166,7 @@ def launch_linear_shrink(
     stack, max_loras = a_ptrs.shape
     check_splits(shrunk, arrivals, stack, max_loras, max_rank)
     assert x.shape[0] <= config.block_m, f"{x.shape[0]} rows, but tiles of {config.block_m}"
-    assert row_slot.shape == x.shape[:1], f"row_slot has shape {tuple(row_slot.shape)}"
-    assert row_slot.dtype == torch.int32, f"row_slot is {row_slot.dtype}, not int32"
+    check_row_slot(row_slot, x)
     products = product_programs(config, weight.shape[0], splits_of(out))
     numbers = (x.shape[0], stack, max_loras, max_rank, shrunk.shape[0])
     arrangement = arranged(config, products, rank_programs(config, *numbers), card(x.device))
@@ -222,12 +221,8 @@ def linear_shrink_triton(
     use. Tables, segments and `row_slot` (of `lora_metadata`, like those) must be two launches old,
     as `sgemm_a`'s.
     """
-    config = linear_config(x.shape[0], weight.shape[0], x.shape[1], x.dtype, x.device)
-    assert config is not None, (
-        f"no kernel of its own for {x.dtype} [{x.shape[0]}, {x.shape[1]}] x "
-        f"[{weight.shape[0]}, {weight.shape[1]}]: use linear and sgemm_a"
-    )
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments, row_slot)
+    config = own_config(x, weight)
     launch_linear_shrink(config, x, weight, bias, out, arena, *tables, max_rank, shrunk, arrivals)
 
 

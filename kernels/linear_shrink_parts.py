@@ -8,10 +8,10 @@ import torch
 
 from kernels.hopper_linear import is_for_hopper
 from kernels.hopper_ranks import launch_hopper_ranks
-from kernels.linear import check_linear, linear_torch
+from kernels.linear import check_linear, linear_torch, own_config
 from kernels.linear_arrangement import fitted_with_ranks, product_programs, rank_tiles
-from kernels.linear_config import LinearConfig, card, linear_config
-from kernels.lora_segments import check_segments
+from kernels.linear_config import LinearConfig, card
+from kernels.lora_segments import check_row_slot, check_segments
 from kernels.op import define_op
 from kernels.partials import splits_of
 from kernels.sgemm import sgemm_a_torch
@@ -39,9 +39,7 @@ def _check(
     check_segments(x, arena, *tables, max_rank, shrunk[:, 0])
     parts, splits = shrunk.shape[1], splits_of(out)
     assert parts % splits == 0 < parts, f"shrunk has {parts} parts, out {splits} splits"
-    assert row_slot.shape == x.shape[:1], f"row_slot has shape {tuple(row_slot.shape)}"
-    assert row_slot.dtype == torch.int32, f"row_slot is {row_slot.dtype}, not int32"
-    assert row_slot.is_contiguous(), "row_slot is not contiguous"
+    check_row_slot(row_slot, x)
 
 
 def launch_linear_shrink_parts(
@@ -111,12 +109,8 @@ def linear_shrink_parts_triton(
     (another card, adapters of another dtype than x, rows that do not start on 16 bytes), and on
     shapes, dtypes or strides that `linear` or `sgemm_a` refuses.
     """
-    config = linear_config(x.shape[0], *weight.shape, x.dtype, x.device)
-    assert config is not None, (
-        f"no kernel of its own for {x.dtype} [{x.shape[0]}, {x.shape[1]}] x "
-        f"[{weight.shape[0]}, {weight.shape[1]}]: use linear and sgemm_a"
-    )
     tables = (a_ptrs, lora_ranks, seg_indptr, weight_indices, pair_row, num_segments, row_slot)
+    config = own_config(x, weight)
     launch_linear_shrink_parts(config, x, weight, bias, out, arena, *tables, max_rank, shrunk)
 
 

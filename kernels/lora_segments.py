@@ -130,6 +130,13 @@ def check_segments(
     check_shrunk(shrunk, num_tokens, stack * max_rank)
 
 
+def check_row_slot(row_slot: torch.Tensor, x: torch.Tensor) -> None:
+    """int32, a slot for each row of x."""
+    assert row_slot.shape == x.shape[:1], f"row_slot has shape {tuple(row_slot.shape)}"
+    assert row_slot.dtype == torch.int32, f"row_slot is {row_slot.dtype}, not int32"
+    assert row_slot.is_contiguous(), "row_slot is not contiguous"
+
+
 def check_shrunk(shrunk: torch.Tensor, num_tokens: int, width: int) -> None:
     """float32 [num_tokens, width], or of so many rows each of several splits."""
     assert shrunk.dtype == torch.float32, f"shrunk is {shrunk.dtype}, not float32"

@@ -30,6 +30,7 @@ from kernels.logprobs import logprobs, logprobs_triton
 from kernels.partials import splits_of
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
 from tests.engine.backends import TestedBackend as Backend
+from tests.kernels.cross_compile import is_multiple
 from tests.tiny_models import MIXTURES
 
 MOST = 1400  # above every threshold in rows
@@ -85,12 +86,11 @@ def variant_of(kernel, args, kwargs):
         if value is None or parameter.is_constexpr:
             key.append(value)
         elif isinstance(value, torch.Tensor):
-            aligned = parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
-            key.append((value.dtype, aligned))
+            key.append((value.dtype, is_multiple(value, parameter)))
         elif parameter.do_not_specialize or not isinstance(value, int):
             key.append((type(value), *getattr(value, "block_shape", ())))
         else:
-            key.append((type(value), value == 1, value % 16 == 0))
+            key.append((type(value), value == 1, is_multiple(value, parameter)))
     return kernel.fn.__name__, *key, *sorted(bound.items(), key=str)
 
 

@@ -51,7 +51,7 @@ def _signature_of(value: object) -> str:
     raise TypeError(f"no signature for {value!r}")
 
 
-def _is_multiple(value: object, parameter: KernelParam) -> bool:
+def is_multiple(value: object, parameter: KernelParam) -> bool:
     """Whether Triton compiles for an address or integer that is a multiple of 16."""
     if parameter.do_not_specialize_on_alignment:
         return False
@@ -95,7 +95,7 @@ def compile_each(
                 constexprs[parameter.name] = value
             else:
                 signature[parameter.name] = _signature_of(value)
-                if _is_multiple(value, parameter):
+                if is_multiple(value, parameter):
                     attributes[place,] = [["tt.divisibility", 16]]
         source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
         for capability in targets:
