@@ -1,8 +1,9 @@
 """The grouped GEMM and, in the same launch, the experts' x A^T of the pairs that have adapters.
 
 The shrink is many small programs beside the product's: as a launch of its own it would stand in
-line, or on a branch whose end the kernel after both has to wait for. Tiles are `moe_gemm`'s and
-`moe_lora_shrink`'s own, so each result has the bits that its op alone gives.
+line, or on a branch whose end the kernel after both has to wait for. Tiles of the product are
+`moe_gemm`'s own, with its bits; those of the shrink are `moe_lora_shrink`'s, or with more pairs
+those of `moe_gemm_shrink_blocks`.
 """
 
 import torch
@@ -12,6 +13,7 @@ import triton.language as tl
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.moe_gemm import check_moe_gemm, moe_gemm_torch
 from kernels.moe_gemm_config import UNSORTED_PAIRS, MoeGemmConfig, config_of
+from kernels.moe_gemm_shrink_blocks import launch_blocks, serves_blocks
 from kernels.moe_gemm_tile import (
     sorted_arguments,
     sorted_tile,
@@ -28,16 +30,17 @@ from kernels.moe_lora_shrink import (
 )
 from kernels.op import define_op
 
-MAX_SHARED_PAIRS = 256  # above, x A^T is worth a launch of its own beside the product
+MAX_SHARED_PAIRS = 256  # above, x A^T of each pair is worth a launch of its own beside the product
 
 
 def shares_launch(weight: torch.Tensor, num_pairs: int, block_size_m: int) -> bool:
     """Whether `moe_gemm_shrink` is to take so many pairs, in blocks of that size where they are
     sorted, times `weight` [E, N, K]."""
-    if num_pairs > MAX_SHARED_PAIRS:
-        return False
     block_m = block_size_m if num_pairs > UNSORTED_PAIRS else 0
-    return config_of(weight, block_m).num_warps == SHRINK_WARPS
+    config = config_of(weight, block_m)
+    if num_pairs > MAX_SHARED_PAIRS:
+        return serves_blocks(config, block_m, weight.element_size())
+    return config.num_warps == SHRINK_WARPS
 
 
 @triton.jit(
@@ -198,6 +201,35 @@ def launch_moe_gemm_shrink(
     rows = (row_adapter, adapter_enabled, topk_ids)
     lora = (arena, a_ptrs, lora_ranks, outer_ptrs, outer_ranks, *rows)
     check_pair_shrink(x, *lora, pairs_per_row, max_rank, shrunk, arrivals)
+    if (
+        sorted_token_ids is not None
+        and expert_ids is not None
+        and num_tokens_post_padded is not None
+        and topk_ids.numel() > MAX_SHARED_PAIRS
+        and serves_blocks(config, block_size_m, x.element_size())
+        and arena.dtype == x.dtype
+    ):
+        launch_blocks(
+            config,
+            x,
+            weight,
+            topk_ids,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_padded,
+            pairs_per_row,
+            out,
+            arena,
+            a_ptrs,
+            lora_ranks,
+            outer_ptrs,
+            outer_ranks,
+            row_adapter,
+            adapter_enabled,
+            max_rank,
+            shrunk[0],
+        )
+        return
     assert config.num_warps == SHRINK_WARPS, (
         f"a product of {config.num_warps} warps: use moe_gemm and moe_lora_shrink"
     )
@@ -252,7 +284,10 @@ def moe_gemm_shrink_triton(
     """`out` [P, N] as `moe_gemm` writes it, and `shrunk` float32[splits, P, stack * max_rank] with
     `arrivals` as `moe_lora_shrink` does, all in place, from the same x [P / pairs_per_row, K].
 
-    For any number of pairs; `shares_launch` says where it is meant. Raises AssertionError on
+    For any number of pairs; `shares_launch` says where it is meant. With more than
+    MAX_SHARED_PAIRS in blocks of 16, of adapters in x's dtype of 16 bits, the sums come from the
+    tensor cores and are whole: parts and `arrivals` are not used, and a pair of id -1 gets none, so
+    that a row whose first pair has no expert must have none at all. Raises AssertionError on
     shapes, dtypes or strides that either op refuses, and where the product's configuration has
     other warps than the shrink. Reads the weights of the experts in use and the A of each pair.
     """

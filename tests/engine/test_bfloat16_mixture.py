@@ -14,6 +14,7 @@ import transformers
 
 from engine import Engine, SamplingParams
 from engine.outputs import RequestOutput
+from kernels.moe_gemm_shrink import MAX_SHARED_PAIRS
 from kernels.moe_lora_shrink import moe_shrink_split_k
 from profiles.route_log import RouteLog
 from tests.engine.programme import as_bits
@@ -21,8 +22,11 @@ from tests.engine.test_bfloat16 import POSITIONS
 from tests.oracle import Oracle
 from tests.random_adapters import ALL, save_adapter
 
-ROWS, TOKENS, LAYERS, MOST_FLIPPED = 32, 64, 4, 0.4
-PROMPTS = [[3 + row, 50, 60 + row] for row in range(ROWS)]
+TOKENS, LAYERS, MOST_FLIPPED = 64, 4, 0.4
+
+
+def prompts_of(rows: int) -> list[list[int]]:
+    return [[3 + row, 50, 60 + row] for row in range(rows)]
 
 
 def routes_of(log: RouteLog, prompts: list[list[int]]) -> torch.Tensor:
@@ -79,8 +83,12 @@ def save_mixture(path: Path) -> torch.nn.Module:
 
 
 @pytest.mark.gpu
-def test_mixture(tmp_path):
+@pytest.mark.parametrize("rows", [32, 64])
+def test_mixture(tmp_path, rows):
+    """Pair by pair in the experts' launch, and by its blocks of pairs."""
     model = save_mixture(tmp_path / "model")
+    pairs, prompts = rows * model.config.num_experts_per_tok, prompts_of(rows)
+    assert (pairs > MAX_SHARED_PAIRS) == (rows == 64)
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     adapters = {
         "all": save_adapter(model, tmp_path / "all", 16, ALL, seed=1),
@@ -98,8 +106,7 @@ def test_mixture(tmp_path):
             model, tmp_path / "router", 8, ("gate", "up_proj"), seed=4, strength=6.0
         ),
     }
-    names = [*adapters] * (ROWS // 4)
-    names = [None if index % 2 else names[index // 2] for index in range(ROWS)]
+    names = [None if index % 2 else [*adapters][index // 2 % 4] for index in range(rows)]
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
     logs, outputs, log = [], [], RouteLog()
     for graphs in ("cuda", "off"):
@@ -107,24 +114,24 @@ def test_mixture(tmp_path):
             tmp_path / "model",
             adapters=adapters,
             graphs=graphs,
-            graph_batch_sizes=[ROWS],
-            max_batch_size=ROWS,
+            graph_batch_sizes=[rows],
+            max_batch_size=rows,
             max_seq_len=128,
             tokenizer=None,
         ) as engine:
             if graphs == "cuda":
-                outputs = engine.generate(PROMPTS, params, names)
+                outputs = engine.generate(prompts, params, names)
                 assert engine.stats().replays >= TOKENS - 1
                 logs.append([as_bits(o)[1:] for o in outputs])
             else:
                 with log:
-                    logs.append([as_bits(o)[1:] for o in engine.generate(PROMPTS, params, names)])
+                    logs.append([as_bits(o)[1:] for o in engine.generate(prompts, params, names)])
     assert logs[0] == logs[1]
 
     oracle = Oracle(model, adapters)
     errors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     flipped: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    for output, found in zip(outputs, routes_of(log, PROMPTS), strict=True):
+    for output, found in zip(outputs, routes_of(log, prompts), strict=True):
         expected, every = reference_routes(oracle, output)
         same = (found == expected).flatten(1).all(dim=1)
         kind = output.adapter is not None
@@ -153,7 +160,7 @@ def test_few_rows_whose_sums_are_made_of_parts(tmp_path, rows):
     """As above for steps of few rows: an expert's x A^T then is in parts, added by the last one."""
     model = save_mixture(tmp_path / "model")
     config = model.config
-    pairs = rows * config.num_experts_per_tok
+    pairs, prompts = rows * config.num_experts_per_tok, prompts_of(rows)
     assert moe_shrink_split_k(pairs, config.hidden_size) > 1
     assert moe_shrink_split_k(pairs, config.moe_intermediate_size) > 1
     adapters = {
@@ -176,14 +183,14 @@ def test_few_rows_whose_sums_are_made_of_parts(tmp_path, rows):
             tokenizer=None,
         ) as engine:
             if graphs == "cuda":
-                runs.append(engine.generate(PROMPTS[:rows], params, names))
+                runs.append(engine.generate(prompts, params, names))
                 assert engine.stats().replays >= TOKENS - 1
             else:
                 with log:
-                    runs.append(engine.generate(PROMPTS[:rows], params, names))
+                    runs.append(engine.generate(prompts, params, names))
     assert [as_bits(o)[1:] for o in runs[0]] == [as_bits(o)[1:] for o in runs[1]]
     oracle = Oracle(model, adapters)
-    for output, found in zip(runs[0], routes_of(log, PROMPTS[:rows]), strict=True):
+    for output, found in zip(runs[0], routes_of(log, prompts), strict=True):
         expected, errors = reference_routes(oracle, output)
         same = (found == expected).flatten(1).all(dim=1)
         assert same.any()

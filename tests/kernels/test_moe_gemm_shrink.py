@@ -248,10 +248,10 @@ def test_compiles_for_every_target(tokens, num_experts, dtype, is_down, shared):
 def test_shares_a_launch_by_shape_alone(monkeypatch):
     weight = torch.empty(128, 1536, 2048, dtype=BF16, device="meta")
     assert all(shares_launch(weight, pairs, 16) for pairs in (1, 8, 16, 17, 64, 256))
-    assert not shares_launch(weight, 257, 16)
+    assert not shares_launch(weight.float(), 257, 16), "neither by pairs nor by blocks"
     assert not shares_launch(weight, 256, 64)  # measured with eight warps
     monkeypatch.setattr("kernels.moe_gemm_shrink.MAX_SHARED_PAIRS", 64)
-    assert [shares_launch(weight, pairs, 16) for pairs in (64, 65)] == [True, False]
+    assert [shares_launch(weight.float(), pairs, 16) for pairs in (64, 65)] == [True, False]
 
 
 def test_refuses_what_either_refuses():
