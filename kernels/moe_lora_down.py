@@ -258,13 +258,12 @@ def moe_lora_down_triton(
     top_k = topk_ids.shape[1]
     block_p = triton.next_power_of_2(top_k)
     ranks = max(4, triton.next_power_of_2(max_rank))
+    block_r = min(16, ranks)
     by_pair = num_tokens > MANY_ROWS
     if by_pair:
         block_n = min(256, max(16, triton.next_power_of_2(hidden)))
-        block_r = min(8, ranks)
     else:
         block_n = columns_a_program(num_tokens, hidden, 16, max(16, min(128, 512 // block_p)))
-        block_r = min(16, ranks)
     _moe_lora_down_kernel[(num_tokens, triton.cdiv(hidden, block_n))](
         down,
         shrunk,
@@ -295,8 +294,8 @@ def moe_lora_down_triton(
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
-        num_warps=4,
-        maxnreg=72 if by_pair else 128,  # for the odd ranks' sake it would take more
+        num_warps=2 if by_pair else 4,
+        maxnreg=128,  # for the odd ranks' sake it would take more
         **dependent_launch(down.device),
     )
 

@@ -202,7 +202,8 @@ def moe_lora_gate_up_triton(
     if is_many:
         block_n = min(256, max(32, triton.next_power_of_2(intermediate)))
     vector = 16 // arena.element_size()
-    most_ranks = 8 if is_many else 2 * vector
+    # More than one block of many ranks takes registers that more programs could have.
+    most_ranks = 8 if is_many and max_rank > 2 * vector else 2 * vector
     block_r = min(most_ranks, max(vector, triton.next_power_of_2(max_rank)))
     _moe_lora_gate_up_kernel[(num_pairs, triton.cdiv(intermediate, block_n))](
         gate_up,

@@ -29,7 +29,7 @@ CASES = {
         [row % 4 - 1 for row in range(70)],
         9,
         8,
-        [4, 3, 16, 0, 9],
+        [4, 3, 16, 0, 9, 40],
         disabled=frozenset({1}),
         splits=1,
     ),
@@ -145,6 +145,17 @@ def check_kernels(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_match_twins_and_merged_weights(kernel_device, name):
     check_kernels(CASES[name], kernel_device)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("max_rank", [16, 64])
+@pytest.mark.parametrize("shared", [frozenset(), frozenset({1})])
+def test_many_pairs(kernel_device, monkeypatch, max_rank, shared):
+    """Whether all ranks are read at once or not."""
+    monkeypatch.setattr("kernels.moe_lora_gate_up.MANY_PAIRS", 4)
+    ranks = [16, 5, 8, 0, max_rank]
+    case = Case([2, -1, 0, 1], 6, 2, ranks, max_rank=max_rank, dtype=torch.float16, shared=shared)
+    check_kernels(case, kernel_device)
 
 
 @pytest.mark.kernel
