@@ -10,13 +10,16 @@ takes longer than that. Of one batch:
     steady    steps by the wall clock; a step's time over a replay's is what the host adds
     timed     the same with a clock around the host's parts, which itself costs a little; steps
               are split by whether pages were reserved, and copies and waits are counted in each
+    marked    steps with two of the GPU's events around each replay: the time between replays,
+              the events' and the copies' own included
     traced    128 steps under the profiler, device and API records only: the GPU's idle time
-              between replays. The profiler slows the host, so this is an upper bound
+              between replays. The profiler slows the host, at times for 2 ms at once while it
+              takes a buffer, which shows where steps are shorter than that
     changing  every tenth step a request leaves and another joins
 
 Host-to-device copies are the engine's own count (`stats()`), waits are synchronisations with
 events. What the API records show besides is printed as well. Without a GPU all but
-`traced` run, with nothing to wait for.
+`marked` and `traced` run, with nothing to wait for.
 """
 
 import argparse
@@ -41,6 +44,7 @@ from profiles.gpu_idle import (
     waits_and_copies,
 )
 from profiles.host_clock import HostClock
+from profiles.replay_marks import ReplayMarks
 from profiles.result_file import RESULTS, provenance, write_result
 from profiles.running_batch import PROMPT_TOKENS, RunningBatch, random_prompts
 from profiles.shape_engine import DISTINCT, adapter_names, random_adapters, shape_engine
@@ -107,7 +111,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _tokens(steps: int) -> int:
     """Of a request: all runs, and the replays that move a batch on besides."""
-    return 3 * steps + TRACED_STEPS + 64
+    return 4 * steps + TRACED_STEPS + 64
 
 
 def measure(
@@ -125,10 +129,12 @@ def measure(
         counter, parts = timed_steps(running, steps)
         row: dict[str, Any] = {}
         if engine.device.type == "cuda":
+            marked = marked_steps(running, steps)
             traced = min(steps, TRACED_STEPS)
             trace = trace_device(lambda: _step(running, traced), keep=keep)
             calls = calls_per_step(trace)
             row = {
+                "marked": marked,
                 "gpu": idle_between_replays(trace, traced),
                 "api_waits_and_copies_per_step": waits_and_copies(calls),
                 "device_copies_per_step": copies_per_step(trace, traced),
@@ -152,6 +158,14 @@ def timed_steps(running: RunningBatch, steps: int) -> tuple[StepCounter, dict[st
         counter = _counted_steps(clock, running, steps)
         parts = {part: clock.seconds.get(part, 0.0) / steps * 1e6 for part in PARTS}
     return counter, {part: round(us, 2) for part, us in parts.items()}
+
+
+def marked_steps(running: RunningBatch, steps: int) -> dict[str, float]:
+    """Steady steps between events of the GPU: see `ReplayMarks.between_replays`."""
+    with ReplayMarks(running.engine) as marks:
+        _step(running, steps)
+        running.synchronize()
+    return marks.between_replays()
 
 
 def changing_steps(running: RunningBatch, case: str, steps: int) -> StepCounter:
@@ -239,7 +253,12 @@ def print_row(row: dict[str, Any]) -> None:
         f"alone {row['ms_per_replay']:.3f}: the host adds {row['host_share']:.2%}"
     )
     if "gpu" in row:
-        gpu = row["gpu"]
+        marked, gpu = row["marked"], row["gpu"]
+        print(
+            f"  marked: {marked['step_us']:.1f} us a step, {marked['between_us']:.1f} between "
+            f"replays ({marked['between_share']:.2%}, median {marked['median_between_us']:.1f}, at "
+            f"most {marked['longest_between_us']:.1f})"
+        )
         print(
             f"  traced: {gpu['step_us']:.1f} us a step, {gpu['idle_us']:.1f} idle between replays "
             f"({gpu['idle_share']:.2%}, at most {gpu['longest_idle_us']:.1f}), "

@@ -1,5 +1,7 @@
 """`profiles.host` without a GPU: clocks on a real engine, idle time on made-up records."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from memory.readback import Readback
@@ -12,6 +14,7 @@ from profiles.gpu_idle import (
 )
 from profiles.host import PARTS, changing_steps, measure, print_row, timed_steps, watch_parts
 from profiles.host_clock import HostClock
+from profiles.replay_marks import ReplayMarks
 from tests.profiles.made_up_trace import span
 from tests.profiles.tiny_shape import tiny_batch
 
@@ -73,9 +76,53 @@ def test_steps_are_told_apart_and_their_copies_counted():
     assert any(step.copies >= 2 for step in changed)
 
 
+class GpuClock:
+    """torch.cuda.Event, on a clock of milliseconds that `now` sets."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = GpuClock.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class TimedGraph:
+    def __init__(self, takes):
+        self.takes = takes
+
+    def replay(self):
+        GpuClock.now += self.takes
+
+
+def test_time_between_replays_is_told_by_the_gpus_own_clock(monkeypatch):
+    monkeypatch.setattr("torch.cuda.Event", GpuClock)
+    one, other = TimedGraph(1.0), TimedGraph(2.0)
+    captured = {key: SimpleNamespace(graph=graph) for key, graph in ((8, one), (16, other))}
+    engine = SimpleNamespace(runner=SimpleNamespace(graphs=SimpleNamespace(_captured=captured)))
+    with ReplayMarks(engine) as marks:
+        for graph, pause in ((one, 0.1), (other, 0.2), (one, 0.6), (one, 5.0)):
+            graph.replay()
+            GpuClock.now += pause
+    one.replay()
+    assert vars(one) == {"takes": 1.0}
+    assert marks.between_replays() == {
+        "replays": 4,
+        "step_us": 1633.33,
+        "between_us": 300,
+        "between_share": 0.18367,
+        "median_between_us": 200,
+        "longest_between_us": 600,
+    }
+
+
 def test_all_runs_of_a_batch(capsys):
     steps = 12
-    with tiny_batch(tokens=3 * steps + 192) as running:
+    with tiny_batch(tokens=4 * steps + 192) as running:
         engine = running.engine
         for request in running.requests:
             engine.abort(request)
@@ -84,12 +131,20 @@ def test_all_runs_of_a_batch(capsys):
     assert sum(case["steps"] for case in row["cases"] if case["case"] == "steady") == steps
     assert row["cases"][-1]["case"] == "composition changed"
     row |= {
+        "marked": {
+            "step_us": 60,
+            "between_us": 7,
+            "between_share": 7 / 60,
+            "median_between_us": 6.5,
+            "longest_between_us": 9,
+        },
         "gpu": idle_between_replays(made_up_steps(), 4),
         "api_waits_and_copies_per_step": waits_and_copies(calls_per_step(made_up_steps())),
         "device_copies_per_step": copies_per_step(made_up_steps(), 4),
     }
     print_row(row)
     printed = capsys.readouterr().out
+    assert "7.0 between replays (11.67%, median 6.5, at most 9.0)" in printed
     assert "6.0 idle between replays (10.00%, at most 6.0)" in printed
     assert "Memcpy DtoH (Device -> Pinned) 2" in printed
 
