@@ -35,10 +35,11 @@ GATE_UP, DOWN = slice(0, 2), slice(2, 3)  # of the experts' tables
 class ExpertDelta:
     """Layer `index` of one step: `moe` holds its pairs, already routed.
 
-    With few pairs each reads its own adapter's weights, and the deltas are added inside the
-    activation and inside the weighted sum. With many, pairs are sorted by (slot, expert) so that
-    weights are read once, and each delta is added in place before those two. x Aᵀ is computed
-    in the launch of the experts' product while pairs are fewest, above that beside it.
+    Up to MAX_PAIRWISE pairs each reads its own adapter's B, and the deltas are added inside the
+    activation and inside the weighted sum. With more, pairs are sorted by (slot, expert) so that
+    weights are read once, and each delta is added in place before those two. x Aᵀ is computed in
+    the launch of the experts' product, pair by pair while they are fewest and by its blocks of
+    pairs above that, where `shares_launch` has a way, and beside the product elsewhere.
     """
 
     lora: LoRADelta

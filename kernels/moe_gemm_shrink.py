@@ -285,11 +285,13 @@ def moe_gemm_shrink_triton(
     `arrivals` as `moe_lora_shrink` does, all in place, from the same x [P / pairs_per_row, K].
 
     For any number of pairs; `shares_launch` says where it is meant. With more than
-    MAX_SHARED_PAIRS in blocks of 16, of adapters in x's dtype of 16 bits, the sums come from the
-    tensor cores and are whole: parts and `arrivals` are not used, and a pair of id -1 gets none, so
-    that a row whose first pair has no expert must have none at all. Raises AssertionError on
-    shapes, dtypes or strides that either op refuses, and where the product's configuration has
-    other warps than the shrink. Reads the weights of the experts in use and the A of each pair.
+    MAX_SHARED_PAIRS, where `serves_blocks` and with adapters in x's dtype, the sums come from the
+    tensor cores and are whole: parts and `arrivals` are not used, and a pair of id -1 gets none,
+    whatever its row, so that a row whose first pair has no expert must have none at all. Otherwise
+    they are made pair by pair. Raises AssertionError on shapes, dtypes or strides that either op
+    refuses, and where sums are made pair by pair and the product's configuration has other warps
+    than they. Reads the weights of the experts in use, and the A of each pair or, in blocks, of
+    each adapter of a block.
     """
     config = config_of(weight, 0 if sorted_token_ids is None else block_size_m)
     launch_moe_gemm_shrink(
@@ -337,7 +339,7 @@ def moe_gemm_shrink_torch(
     shrunk: torch.Tensor,
     arrivals: torch.Tensor,
 ) -> None:
-    """Torch twin of `moe_gemm_shrink_triton`."""
+    """Torch twin of `moe_gemm_shrink_triton`, pair by pair."""
     sort_buffers = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     moe_gemm_torch(x, weight, topk_ids, *sort_buffers, block_size_m, pairs_per_row, out)
     rows = (row_adapter, adapter_enabled, topk_ids)

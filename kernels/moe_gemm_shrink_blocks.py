@@ -20,7 +20,8 @@ from kernels.moe_shrink_block import block_shrink_tile
 _BLOCK_M = 16
 _BLOCK_R = 16
 LEAD = 16  # blocks: about those whose tiles are in work at once
-_LEAST_GROUPS = 4  # whose columns fill a warp group's product
+_LEAST_GROUPS, _MOST_GROUPS = 4, 8  # columns fill a warp group's product; more take registers
+_MOST_REGISTERS = 168  # a thread, of three programs a multiprocessor
 
 
 def serves_blocks(config: MoeGemmConfig, block_size_m: int, itemsize: int) -> bool:
@@ -159,7 +160,7 @@ def launch_blocks(
     are whole and need no counters."""
     stack, max_loras, num_experts = a_ptrs.shape
     tiles_n = triton.cdiv(weight.shape[1], config.block_n)
-    groups = max(_LEAST_GROUPS, triton.next_power_of_2(min(_BLOCK_M, max_loras)))
+    groups = max(_LEAST_GROUPS, triton.next_power_of_2(min(_MOST_GROUPS, max_loras)))
     programs = LEAD * stack + expert_ids.numel() * (stack + tiles_n)
     _moe_gemm_shrink_blocks_kernel[(programs,)](
         x,
@@ -186,7 +187,8 @@ def launch_blocks(
         GROUPS=groups,
         LEAD=LEAD,
         BLOCK_R=_BLOCK_R,
-        BLOCK_A=64 if groups <= 8 else 32,
+        BLOCK_A=64,
+        maxnreg=_MOST_REGISTERS if max_loras > groups else None,
         **sorted_arguments(config, x, weight, _BLOCK_M, pairs_per_row, out),
         **dependent_launch(x.device),
     )

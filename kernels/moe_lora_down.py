@@ -258,10 +258,11 @@ def moe_lora_down_triton(
     top_k = topk_ids.shape[1]
     block_p = triton.next_power_of_2(top_k)
     ranks = max(4, triton.next_power_of_2(max_rank))
-    block_r = min(16, ranks)
+    block_r, vector = min(16, ranks), 16 // arena.element_size()
     by_pair = num_tokens > MANY_ROWS
     if by_pair:
         block_n = min(256, max(16, triton.next_power_of_2(hidden)))
+        block_r = min(2 * vector, ranks)
     else:
         block_n = columns_a_program(num_tokens, hidden, 16, max(16, min(128, 512 // block_p)))
     _moe_lora_down_kernel[(num_tokens, triton.cdiv(hidden, block_n))](
@@ -289,7 +290,7 @@ def moe_lora_down_triton(
         MAX_LORAS=max_loras,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
-        VECTOR=16 // arena.element_size(),
+        VECTOR=vector,
         BY_PAIR=by_pair,
         BLOCK_P=block_p,
         BLOCK_N=block_n,

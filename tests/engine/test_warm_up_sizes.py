@@ -20,6 +20,7 @@ from engine.attention import ExtendAttention
 from engine.decode_step import lora_delta
 from engine.decoder import StepTokens
 from engine.decoder_weights import Projection
+from engine.expert_delta import MAX_PAIRWISE
 from engine.side_branch import SideBranch
 from engine.warm_up_sizes import eager_batch_sizes, prefill_sizes, product_sizes
 from kernels.linear_arrangement import parts_in_product, splits_in_launch
@@ -27,6 +28,8 @@ from kernels.linear_config import H200, linear_config
 from kernels.linear_shrink import linear_shrink_triton
 from kernels.linear_shrink_parts import linear_shrink_parts_triton
 from kernels.logprobs import logprobs, logprobs_triton
+from kernels.moe_gemm_config import moe_block_size_m
+from kernels.moe_gemm_shrink import MAX_SHARED_PAIRS
 from kernels.partials import splits_of
 from tests.engine.adapted_model import AdaptedModel, greedy, prompt_of
 from tests.engine.backends import TestedBackend as Backend
@@ -308,7 +311,11 @@ def test_every_length_of_a_chunk(launches):
         covered |= launches.of(tokens)
     assert len(prefill_sizes(moe, MOST)) < 100
     names = {variant[0] for variant in covered}
-    assert {"_moe_gemm_shrink_kernel", "_moe_lora_shrink_kernel"} <= names
+    some = range(MAX_SHARED_PAIRS // moe.top_k + 1, MAX_PAIRWISE // moe.top_k + 1)  # rows
+    blocks = {moe_block_size_m(rows * moe.top_k, moe.num_experts) for rows in some}
+    assert "_moe_gemm_shrink_kernel" in names
+    assert ("_moe_gemm_shrink_blocks_kernel" in names) == (16 in blocks)
+    assert ("_moe_lora_shrink_kernel" in names) == bool(blocks - {16})
     for tokens in range(1, MOST + 1):
         missing = launches.of(tokens) - covered
         assert not missing, f"{tokens} tokens: {missing}"
