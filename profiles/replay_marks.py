@@ -3,37 +3,25 @@
 from collections.abc import Callable
 from itertools import pairwise
 from statistics import mean, median
-from types import TracebackType
 
 import torch
 
 from engine import Engine
+from profiles.swapped_methods import SwappedMethods
 
 
-class ReplayMarks:
-    """Records an event before and after each replay of an engine's graphs, inside `with`.
+class ReplayMarks(SwappedMethods):
+    """Records an event before and after each replay of an engine's graphs until its `with` ends.
 
     What lies between two replays is what the GPU waits for the host, the copies that a step makes
     and the two events themselves: an upper bound of its idle time.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._graphs = [captured.graph for captured in engine.runner.graphs._captured.values()]
+        super().__init__()
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def __enter__(self) -> "ReplayMarks":
-        for graph in self._graphs:
-            graph.replay = self._marked(graph.replay)  # type: ignore[method-assign]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for graph in self._graphs:
-            del graph.replay
+        for captured in engine.runner.graphs._captured.values():
+            self.swap(captured.graph, "replay", self._marked)
 
     def _marked(self, replay: Callable[[], None]) -> Callable[[], None]:
         def marked() -> None:
@@ -48,6 +36,8 @@ class ReplayMarks:
     def between_replays(self) -> dict[str, float]:
         """Of what ran inside `with`, once it is complete: µs a step and between two replays."""
         marks = self._marks
+        if len(marks) < 2:
+            raise SystemExit(f"marks of {len(marks)} replays, not of several")
         between = [end.elapsed_time(start) * 1e3 for (_, end), (start, _) in pairwise(marks)]
         step_us = marks[0][0].elapsed_time(marks[-1][0]) * 1e3 / len(between)
         return {

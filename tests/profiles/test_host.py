@@ -120,6 +120,12 @@ def test_time_between_replays_is_told_by_the_gpus_own_clock(monkeypatch):
     }
 
 
+def test_marks_of_no_replays_are_refused():
+    engine = SimpleNamespace(runner=SimpleNamespace(graphs=SimpleNamespace(_captured={})))
+    with ReplayMarks(engine) as marks, pytest.raises(SystemExit, match="marks of 0 replays"):
+        marks.between_replays()
+
+
 def test_all_runs_of_a_batch(capsys):
     steps = 12
     with tiny_batch(tokens=4 * steps + 192) as running:
