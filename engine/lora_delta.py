@@ -83,12 +83,12 @@ class LoRADelta:
         projection: Projection,
         out: torch.Tensor,
         fold: bool,
-        takes_parts: bool,
+        most_parts: int,
     ) -> DeltaArgs:
         """`out` = x Wᵀ + bias of the layers stacked from `first`, for `x` [T, in], and each row's
         deltas: in place, or where `fold` allows and the step is small, returned to be added by
-        the op that reads `out`, which may take x Aᵀ in parts. `out` is [T, N] or float32 partials
-        [S, T, N]."""
+        the op that reads `out`, which takes x Aᵀ in up to `most_parts` parts. `out` is [T, N] or
+        float32 partials [S, T, N]."""
         stacked, sizes = slice(first, first + len(projection.slice_sizes)), projection.slice_sizes
         tables = self.tables.linear.at(layer, stacked)
         if self.backend == "torch" and x.is_cuda:
@@ -96,7 +96,7 @@ class LoRADelta:
             self._gather(x, tables, sizes, out)
             return NO_LORA
         info, folds = self.info, fold and x.shape[0] <= MAX_FOLDED_ROWS
-        shrunk = self._shrink_beside(x, projection, tables, out, folds and takes_parts)
+        shrunk = self._shrink_beside(x, projection, tables, out, most_parts if folds else 0)
         if folds:
             return (
                 shrunk,
@@ -133,20 +133,20 @@ class LoRADelta:
         projection: Projection,
         tables: LinearTables,
         out: torch.Tensor,
-        takes_parts: bool,
+        most_parts: int,
     ) -> torch.Tensor:
         """`out` = x Wᵀ + bias, and x Aᵀ [T, stack · max_rank], which needs nothing but `x`; or
-        [T, P, stack · max_rank] of P parts. By the programs of the product, where parts are taken,
-        or in its launch, where the product is our own and has room; else beside the product, which
-        is what goes on the branch: so it comes first to the multiprocessors, and x Aᵀ to what room
-        it leaves."""
+        [T, P, stack · max_rank] of P parts. By the programs of the product, where so many are
+        taken, or in its launch, where the product is our own and has room; else beside the
+        product, which is what goes on the branch: so it comes first to the multiprocessors, and
+        x Aᵀ to what room it leaves."""
         tokens, width = x.shape[0], len(projection.slice_sizes) * self.max_rank
         info, weight, bias = self.info, projection.weight, projection.bias
         product = (x, weight, bias, out)
         adapters = (self.arena, tables.a_ptrs, tables.lora_ranks)
         segments = (info.seg_indptr, info.weight_indices, info.pair_row, info.num_segments)
-        parts = self._parts_in_product(x, weight, tables, out) if takes_parts else 0
-        if parts:
+        parts = self._parts_in_product(x, weight, tables, out) if most_parts else 0
+        if 0 < parts <= most_parts:
             shrunk = self.shrunk[: tokens * parts * width].view(tokens, parts, width)
             ranks = (info.row_slot, self.max_rank, shrunk)
             linear_shrink_parts(*product, *adapters, *segments, *ranks)
@@ -223,12 +223,12 @@ def project(
     lora: LoRADelta | None,
     out: torch.Tensor,
     fold: bool = False,
-    takes_parts: bool = False,
+    most_parts: int = 0,
 ) -> DeltaArgs:
     """`out` [T, N] = x Wᵀ + bias, with each row's own adapter where there are adapters; of the
-    deltas what is still to be added, which is nothing unless `fold`; x Aᵀ of it in parts only where
-    the next op `takes_parts`."""
+    deltas what is still to be added, which is nothing unless `fold`; x Aᵀ of it in no more parts
+    than the next op takes."""
     if lora is None:
         linear(x, projection.weight, projection.bias, out)
         return NO_LORA
-    return lora.project(layer, first, x, projection, out, fold, takes_parts)
+    return lora.project(layer, first, x, projection, out, fold, most_parts)

@@ -18,6 +18,8 @@ import triton.language as tl
 
 from kernels.lora_segments import as_weights, find_pairs
 
+_FEW_PARTS = tl.constexpr(4)
+
 
 @triton.jit
 def find_slice(b_ptrs, lora_ranks, scalings, slot, stacked, MAX_LORAS: tl.constexpr):
@@ -95,9 +97,12 @@ def row_sums(
 @triton.jit
 def sums_at(source, r, rank, PARTS: tl.constexpr, PART_STRIDE: tl.constexpr):
     """x A^T [R] at ranks `r`, 0 from `rank` on: the sum of PARTS, a power of two. All of them are
-    asked for before one is added, for what they cost is the wait."""
-    if PARTS == 1:
+    asked for before one is added, for what they cost is the wait. Few are loaded one by one, in
+    the layout in which B is: a tile of them has its own, and B would follow it."""
+    if PARTS <= _FEW_PARTS:
         sums = tl.load(source + r, mask=r < rank, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            sums += tl.load(source + part * PART_STRIDE + r, mask=r < rank, other=0.0)
     else:
         part = tl.arange(0, PARTS) * PART_STRIDE
         parts = tl.load(source + part[:, None] + r[None, :], (r < rank)[None, :], other=0.0)

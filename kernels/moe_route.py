@@ -3,64 +3,28 @@
 Knows rows, experts and adapter slots, not what the experts compute.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.arrivals import arrives_last
+from kernels.arrivals import check_arrivals
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import weight_view, weights_at
-from kernels.moe_router_logits import add_product, load_weights, multiply_rows, router_delta
+from kernels.moe_route_parts import BLOCK_M as ROWS_OF_PARTS
+from kernels.moe_route_parts import expert_block, launch_route_parts, scratch_shape
+from kernels.moe_router_logits import add_product, find_adapters, router_delta
 from kernels.moe_top_k import MAX_EXPERTS, store_top_k, top_k_torch
 from kernels.op import FLOATS, define_op
 
-SPLIT_ROWS = 128  # up to here an expert's logits are a program's of their own
-_TOP_K_ROWS = tl.constexpr(4)  # a warp each, where a program has four
-
-
-@triton.jit
-def _store_top_k_of(
-    scratch,
-    row_mask,
-    topk_weights,
-    topk_ids,
-    num_rows,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
-    """The top k of this program's rows, from logits that several programs wrote."""
-    experts = tl.arange(0, BLOCK_E)
-    tile = tl.arange(0, _TOP_K_ROWS)
-    rows = tl.program_id(0) * ROWS + tile
-    written = (tile < ROWS) & (rows < num_rows)
-    live = written
-    if row_mask is not None:
-        live = written & (tl.load(row_mask + rows, mask=written, other=0) != 0)
-    places = rows[:, None] * NUM_EXPERTS + experts[None, :]
-    mask = written[:, None] & (experts < NUM_EXPERTS)[None, :]
-    store_top_k(
-        tl.load(scratch + places, mask=mask, other=0.0, cache_modifier=".cg"),
-        rows,
-        written,
-        live,
-        topk_weights,
-        topk_ids,
-        TOP_K,
-        BLOCK_TOP_K,
-        NUM_EXPERTS,
-        _TOP_K_ROWS,
-        BLOCK_E,
-        RENORMALIZE,
-    )
+SPLIT_ROWS = 128
+"""Up to so many rows several programs compute a row's logits."""
 
 
 _ROW_INPUTS = ["row_mask", "row_adapter", "adapter_enabled"]
 _TABLES = ["a_ptrs", "b_ptrs", "lora_ranks", "scalings"]
-_OUTPUTS = ["topk_weights", "topk_ids", "arrivals"]
+_OUTPUTS = ["topk_weights", "topk_ids"]
 
 
 @triton.jit(
@@ -80,8 +44,6 @@ def _moe_route_kernel(
     scalings,
     topk_weights,
     topk_ids,
-    scratch,
-    arrivals,
     num_rows,
     K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -91,104 +53,62 @@ def _moe_route_kernel(
     WEIGHT_STRIDE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     VECTOR: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    TILES_E: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LORA_BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    w_rows = weight + experts * WEIGHT_STRIDE
-    if BY_ROW:  # W is the same in every step, and on its way while the kernel before this ends
-        w_block = load_weights(w_rows, experts < NUM_EXPERTS, 0, K, BLOCK_K)
     wait_for_inputs(PDL)
-    tile = tl.arange(0, BLOCK_M)
-    rows = tl.program_id(0) * ROWS + tile
-    written = (tile < ROWS) & (rows < num_rows)
+    experts = tl.arange(0, BLOCK_E)
+    exists = experts < NUM_EXPERTS
+    w_rows = weight + experts * WEIGHT_STRIDE
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    written = rows < num_rows
     live = written
     if row_mask is not None:
         live = written & (tl.load(row_mask + rows, mask=written, other=0) != 0)
     x_rows = x + rows.to(tl.int64) * X_STRIDE
     logits = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    if BY_ROW:
-        own_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        own_x = x + own_rows.to(tl.int64) * X_STRIDE
-        sums = multiply_rows(own_x, own_rows < num_rows, w_block, 0, K, BLOCK_K)
-        for start in range(BLOCK_K, K, BLOCK_K):
-            w_block = load_weights(w_rows, experts < NUM_EXPERTS, start, K, BLOCK_K)
-            sums += multiply_rows(own_x, own_rows < num_rows, w_block, start, K, BLOCK_K)
-        for row in tl.static_range(ROWS):
-            one = tl.sum(tl.where((tl.arange(0, ROWS) == row)[:, None], sums, 0.0), axis=0)
-            logits = tl.where((tile == row)[:, None], one[None, :], logits)
-    elif tl.max(live.to(tl.int32), axis=0) != 0:
-        logits = add_product(x_rows, live, w_rows, experts < NUM_EXPERTS, logits, K, BLOCK_K)
+    if tl.max(live.to(tl.int32), axis=0) != 0:
+        logits = add_product(x_rows, live, w_rows, exists, logits, 0, K, K, BLOCK_K)
     if row_adapter is not None:
-        slot = tl.load(row_adapter + rows, mask=live, other=-1)
-        known = (slot >= 0) & (slot < MAX_LORAS)
-        known &= tl.load(adapter_enabled + slot, mask=known, other=0) != 0
-        rank = tl.load(lora_ranks + slot, mask=known, other=0)
-        slot = tl.where(rank > 0, slot, -1)
-        current = tl.max(slot, axis=0)
+        tables = (row_adapter, adapter_enabled, lora_ranks)
+        slots, _ = find_adapters(*tables, rows, live, MAX_LORAS)
+        current = tl.max(slots, axis=0)
         while current >= 0:  # each adapter of the tile once
-            own = slot == current
-            delta = router_delta(
-                x_rows,
-                own,
-                arena,
-                weights_at(a_ptrs, current, arena),
-                weights_at(b_ptrs, current, arena),
-                tl.load(lora_ranks + current),
-                experts,
-                K,
-                NUM_EXPERTS,
-                VECTOR,
-                BLOCK_M,
-                BLOCK_E,
-                LORA_BLOCK_K,
-                BLOCK_R,
-            )
+            own = slots == current
+            rank = tl.load(lora_ranks + current)
+            a, b = weights_at(a_ptrs, current, arena), weights_at(b_ptrs, current, arena)
+            delta = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+            for first in range(0, rank, BLOCK_R):
+                r = first + tl.arange(0, BLOCK_R)
+                a_rows, inside = a + r * K, r < rank
+                shrunk = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+                shrunk = add_product(x_rows, own, a_rows, inside, shrunk, 0, K, K, LORA_BLOCK_K)
+                delta = router_delta(
+                    shrunk, b, first, rank, experts, delta, NUM_EXPERTS, VECTOR, BLOCK_R
+                )
             scaled = logits + tl.load(scalings + current) * delta
             logits = tl.where(own[:, None], scaled, logits)
-            slot = tl.where(own, -1, slot)
-            current = tl.max(slot, axis=0)
-    if TILES_E == 1:
-        store_top_k(
-            logits,
-            rows,
-            written,
-            live,
-            topk_weights,
-            topk_ids,
-            TOP_K,
-            BLOCK_TOP_K,
-            NUM_EXPERTS,
-            BLOCK_M,
-            BLOCK_E,
-            RENORMALIZE,
-        )
-        return
-    places = rows[:, None] * NUM_EXPERTS + experts[None, :]
-    tl.store(scratch + places, logits, mask=written[:, None] & (experts < NUM_EXPERTS)[None, :])
-    if arrives_last(arrivals + tl.program_id(0), TILES_E):
-        _store_top_k_of(
-            scratch,
-            row_mask,
-            topk_weights,
-            topk_ids,
-            num_rows,
-            TOP_K,
-            BLOCK_TOP_K,
-            NUM_EXPERTS,
-            ROWS,
-            BLOCK_ALL,
-            RENORMALIZE,
-        )
+            slots = tl.where(own, -1, slots)
+            current = tl.max(slots, axis=0)
+    store_top_k(
+        logits,
+        rows,
+        written,
+        live,
+        topk_weights,
+        topk_ids,
+        TOP_K,
+        BLOCK_TOP_K,
+        NUM_EXPERTS,
+        BLOCK_M,
+        BLOCK_E,
+        RENORMALIZE,
+    )
 
 
 def _check(
@@ -227,13 +147,17 @@ def _check(
         ("scalings", scalings, torch.float32, slots),
         ("topk_weights", topk_weights, torch.float32, (num_rows, top_k)),
         ("topk_ids", topk_ids, torch.int32, (num_rows, top_k)),
-        ("scratch", scratch, torch.float32, (num_rows, num_experts)),
-        ("arrivals", arrivals, torch.int32, (num_rows,)),
     ):
         if tensor is not None:
             assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
             assert tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}, not {shape}"
             assert tensor.is_contiguous(), f"{name} is not contiguous"
+    if num_rows <= SPLIT_ROWS:
+        parts = scratch_shape(num_rows, in_features, num_experts, x.element_size())
+        assert scratch.dtype == torch.float32, f"scratch is {scratch.dtype}, not float32"
+        assert scratch.numel() >= math.prod(parts), f"scratch holds less than {parts}"
+        assert scratch.is_contiguous(), "scratch is not contiguous"
+        check_arrivals(arrivals, triton.cdiv(num_rows, ROWS_OF_PARTS))
 
 
 def moe_route_triton(
@@ -267,39 +191,35 @@ def moe_route_triton(
     (None: no such rows) holds 0 for get ids -1 and weights 0. A NaN logit counts as -inf in the
     order: ids are distinct and in range always, the row's weights NaN.
 
-    Products in x's dtype, all sums in float32. One launch. Up to 128 rows, 4 rows (2 where there
-    are 16 or fewer) are spread over programs of 8 experts each, since one multiprocessor alone
-    reads W slowly, and each has its part of W under way before it waits for x. They write their
-    logits to `scratch` float32[T, E] and count themselves in `arrivals` int32[T], which must hold
-    zeros and does so again afterwards; the last one to arrive takes the top k, whichever it is,
-    of the same logits. Above, a program reads W once for 16 rows (T <= 1024, and float32) or 64.
+    Products in x's dtype, all sums in float32. One launch. Up to 128 rows, K is divided among
+    programs (`moe_route_parts`), which write their parts to `scratch` float32, contiguous, of
+    `scratch_shape` elements or more, and count themselves in `arrivals` int32[T / 8 or more],
+    which must hold zeros and does so again afterwards. Above, both may be empty, and a program
+    reads W once for 16 rows (T <= 1024, and float32) or 64. The tables and row_mask must be two
+    launches old (see `dependent_launch`).
     A row's bits depend on its own values, its adapter and which of these T falls in. Raises
     AssertionError on other shapes, dtypes or strides.
     """
     tables = (row_adapter, adapter_enabled, arena, a_ptrs, b_ptrs, lora_ranks, scalings)
     _check(x, weight, tables, row_mask, topk_weights, topk_ids, scratch, arrivals)
     (num_rows, in_features), num_experts = x.shape, weight.shape[0]
+    outputs = (topk_weights, topk_ids)
+    if num_rows <= SPLIT_ROWS:
+        parts = (scratch, arrivals)
+        launch_route_parts(x, weight, row_mask, tables, renormalize, *outputs, *parts)
+        return
     exact = x.dtype == torch.float32  # on no tensor core: large tiles would only spill
-    block_m = 16 if num_rows <= 1024 or exact else 64
-    by_row = num_rows <= SPLIT_ROWS
-    rows = block_m if not by_row else 4 if num_rows > 16 else 2
-    block_all = max(16, triton.next_power_of_2(num_experts))
-    block_e = 8 if by_row else block_all
-    # Stages of up to 32 KB of W: what one program has in flight decides how fast it streams.
-    tile_k = 256 if block_e <= 32 and block_m == 16 else min(128, 16384 // block_e)
-    tile_k = 32 if exact else tile_k
-    block_k = min(triton.next_power_of_2(in_features), 1024 if exact else 2048)
     mixed = arena is not None and arena.dtype != x.dtype
-    tiles_e = triton.cdiv(num_experts, block_e)
-    _moe_route_kernel[(triton.cdiv(num_rows, rows), tiles_e)](
+    block_m, block_e = 16 if num_rows <= 1024 or exact else 64, expert_block(num_experts)
+    # Stages of up to 32 KB of W: what one program has in flight decides how fast it streams.
+    block_k = 256 if block_e <= 32 and block_m == 16 else min(128, 16384 // block_e)
+    block_k = 32 if exact else block_k
+    _moe_route_kernel[(triton.cdiv(num_rows, block_m),)](
         x,
         weight,
         row_mask,
         *tables,
-        topk_weights,
-        topk_ids,
-        scratch,
-        arrivals,
+        *outputs,
         num_rows,
         K=in_features,
         NUM_EXPERTS=num_experts,
@@ -309,14 +229,10 @@ def moe_route_triton(
         WEIGHT_STRIDE=weight.stride(0),
         RENORMALIZE=renormalize,
         VECTOR=1 if arena is None else 16 // arena.element_size(),
-        BY_ROW=by_row,
-        ROWS=rows,
         BLOCK_M=block_m,
         BLOCK_E=block_e,
-        TILES_E=tiles_e,
-        BLOCK_ALL=block_all,
-        BLOCK_K=block_k if by_row else tile_k,
-        LORA_BLOCK_K=32 if mixed else tile_k,
+        BLOCK_K=block_k,
+        LORA_BLOCK_K=32 if mixed else block_k,
         BLOCK_R=16,
         BLOCK_TOP_K=triton.next_power_of_2(topk_ids.shape[1]),
         num_warps=8 if block_m * block_e > 64 * 128 else 4,

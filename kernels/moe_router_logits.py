@@ -6,93 +6,158 @@ Knows tiles of rows and of experts, and one adapter's factors, not what becomes 
 import triton
 import triton.language as tl
 
+from kernels.lora_expand import whole_ranks
+
+_ODD_RANKS = tl.constexpr(4)  # at a time, of a B whose rows start anywhere: its elements come alone
+
+
+@triton.jit
+def load_columns(rows, row_mask, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[N, BLOCK_K]: columns from `first` on of the rows that start at `rows` [N], zeros from K."""
+    k = first + tl.arange(0, BLOCK_K)
+    mask = row_mask[:, None]
+    if K % BLOCK_K != 0:
+        mask = mask & (k < K)[None, :]
+    return tl.load(rows[:, None] + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def add_block(left, right, acc):
+    """acc [M, N] + left [M, K] right^T [N, K], with all that float32 holds where dtypes differ."""
+    if left.dtype != right.dtype:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+
 
 @triton.jit
 def add_product(
-    x_rows,
-    row_mask,
-    weights,
-    weight_mask,
+    left_rows,
+    left_mask,
+    right_rows,
+    right_mask,
     acc,
+    first,
+    COLUMNS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """acc + x W^T over all of K; x_rows and weights point at the starts of rows."""
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x_mask, w_mask = row_mask[:, None], weight_mask[:, None]
-        if K % BLOCK_K != 0:
-            x_mask, w_mask = x_mask & (k < K)[None, :], w_mask & (k < K)[None, :]
-        w_block = tl.load(weights[:, None] + k[None, :], mask=w_mask, other=0.0)
-        x_block = tl.load(x_rows[:, None] + k[None, :], mask=x_mask, other=0.0)
-        if x_block.dtype != w_block.dtype:
-            x_block, w_block = x_block.to(tl.float32), w_block.to(tl.float32)
-        acc = tl.dot(x_block, tl.trans(w_block), acc, input_precision="ieee")
+    """acc + left right^T over COLUMNS of K from `first` on; both point at the starts of rows."""
+    for start in range(0, COLUMNS, BLOCK_K):
+        right = load_columns(right_rows, right_mask, first + start, K, BLOCK_K)
+        left = load_columns(left_rows, left_mask, first + start, K, BLOCK_K)
+        acc = add_block(left, right, acc)
     return acc
 
 
 @triton.jit
-def load_weights(w_rows, weight_mask, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns from `start` on of the experts whose rows start at w_rows: [BLOCK_E, BLOCK_K]."""
-    k = start + tl.arange(0, BLOCK_K)
-    mask = weight_mask[:, None]
-    if K % BLOCK_K != 0:
-        mask = mask & (k < K)[None, :]
-    return tl.load(w_rows[:, None] + k[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def multiply_rows(x_rows, row_mask, w_block, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """x W^T over the columns of w_block, float32 [ROWS, BLOCK_E], by multiply-adds."""
-    k = start + tl.arange(0, BLOCK_K)
-    mask = row_mask[:, None]
-    if K % BLOCK_K != 0:
-        mask = mask & (k < K)[None, :]
-    x_block = tl.load(x_rows[:, None] + k[None, :], mask=mask, other=0.0)
-    products = x_block.to(tl.float32)[:, None, :] * w_block.to(tl.float32)[None, :, :]
-    return tl.sum(products, axis=2)
-
-
-@triton.jit
 def router_delta(
-    x_rows,
-    row_mask,
-    arena,
-    a,
+    shrunk,  # [BLOCK_M, BLOCK_R] float32: x A^T of ranks from `first` on
     b,
+    first,
     rank,
     experts,
-    K: tl.constexpr,
+    delta,  # [BLOCK_M, BLOCK_E] float32
     NUM_EXPERTS: tl.constexpr,
     VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """(x A^T) B^T of one adapter for the tile's rows and experts, float32 [BLOCK_M, BLOCK_E]."""
+    """delta + (x A^T) B^T of one adapter's ranks."""
+    r = first + tl.arange(0, BLOCK_R)
     expert_mask = (experts < NUM_EXPERTS)[:, None]
-    delta = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for first in range(0, rank, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        shrunk = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        shrunk = add_product(x_rows, row_mask, a + r * K, r < rank, shrunk, K, BLOCK_K)
-        # Rows of B start on 16 bytes only at ranks that are multiples of VECTOR, which is data:
-        # said in a way that the compiler can use where it holds.
-        if rank % VECTOR == 0:
-            stride = rank // VECTOR * VECTOR
-            b_mask = expert_mask & (r < stride)[None, :]
-            b_block = tl.load(b + experts[:, None] * stride + r[None, :], mask=b_mask, other=0.0)
-        else:
-            b_mask = expert_mask & (r < rank)[None, :]
-            b_block = tl.load(b + experts[:, None] * rank + r[None, :], mask=b_mask, other=0.0)
-        b_block = tl.trans(b_block)  # [BLOCK_R, BLOCK_E]
-        if b_block.dtype == tl.bfloat16:
-            # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
-            high = shrunk.to(tl.bfloat16)
-            low = (shrunk - high.to(tl.float32)).to(tl.bfloat16)
-            delta = tl.dot(low, b_block, delta)
-            delta = tl.dot(high, b_block, delta)
-        else:
-            delta = tl.dot(shrunk, b_block.to(tl.float32), delta, input_precision="ieee")
+    # Rows of B start on 16 bytes only at ranks that are multiples of VECTOR, which is data:
+    # said in a way that the compiler can use where it holds.
+    if rank % VECTOR == 0:
+        stride = rank // VECTOR * VECTOR
+        b_mask = expert_mask & (r < stride)[None, :]
+        b_block = tl.load(b + experts[:, None] * stride + r[None, :], mask=b_mask, other=0.0)
+    else:
+        b_mask = expert_mask & (r < rank)[None, :]
+        b_block = tl.load(b + experts[:, None] * rank + r[None, :], mask=b_mask, other=0.0)
+    b_block = tl.trans(b_block)  # [BLOCK_R, BLOCK_E]
+    if b_block.dtype == tl.bfloat16:
+        # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
+        high = shrunk.to(tl.bfloat16)
+        low = (shrunk - high.to(tl.float32)).to(tl.bfloat16)
+        delta = tl.dot(low, b_block, delta)
+        delta = tl.dot(high, b_block, delta)
+    else:
+        delta = tl.dot(shrunk, b_block.to(tl.float32), delta, input_precision="ieee")
     return delta
+
+
+@triton.jit
+def find_adapters(
+    row_adapter,
+    adapter_enabled,
+    lora_ranks,
+    rows,
+    live,
+    MAX_LORAS: tl.constexpr,
+):
+    """Each row's adapter slot and its rank, -1 and 0 where it has no delta."""
+    slot = tl.load(row_adapter + rows, mask=live, other=-1)
+    known = (slot >= 0) & (slot < MAX_LORAS)
+    known &= tl.load(adapter_enabled + slot, mask=known, other=0) != 0
+    rank = tl.load(lora_ranks + slot, mask=known, other=0)
+    return tl.where(rank > 0, slot, -1), rank
+
+
+@triton.jit
+def shrink_rows(
+    x_rows,  # [M], where rows of x start
+    a,  # [M], where each row's own A starts
+    rank,  # [M]
+    r,  # [R]
+    first,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x A^T over COLUMNS of K from `first` on, float32 [M, R], each row by its own A; by
+    multiply-adds, for rows share no product."""
+    inside = r[None, :] < rank[:, None]
+    a_rows = a[:, None] + r[None, :] * K
+    shrunk = tl.zeros(a_rows.shape, tl.float32)
+    for start in range(0, COLUMNS, BLOCK_K):
+        k = first + start + tl.arange(0, BLOCK_K)
+        x_block = load_columns(x_rows, rank > 0, first + start, K, BLOCK_K)
+        mask = inside[:, :, None]
+        if K % BLOCK_K != 0:
+            mask = mask & (k < K)[None, None, :]
+        a_block = tl.load(a_rows[:, :, None] + k[None, None, :], mask=mask, other=0.0)
+        shrunk += tl.sum(x_block.to(tl.float32)[:, None, :] * a_block.to(tl.float32), axis=2)
+    return shrunk
+
+
+@triton.jit
+def expand_rows(
+    shrunk,  # [M, R] float32: x A^T at ranks r, zeros beyond a row's own
+    b,  # [M], where each row's own B starts
+    rank,  # [M]
+    r,  # [R]
+    experts,
+    exists,
+    VECTOR: tl.constexpr,
+):
+    """(x A^T) B^T float32 [M, E] of those ranks."""
+    whole = whole_ranks(rank, VECTOR)
+    odd = tl.where(whole > 0, 0, rank)
+    block = _expert_block(b, whole, r, experts, exists)
+    delta = tl.sum(block.to(tl.float32) * shrunk[:, None, :], axis=2)
+    first, last = tl.min(r, axis=0), tl.minimum(tl.max(odd, axis=0), tl.max(r, axis=0) + 1)
+    for start in range(first, last, _ODD_RANKS):
+        for offset in tl.static_range(_ODD_RANKS):
+            one = start + offset
+            sums = tl.sum(tl.where(r[None, :] == one, shrunk, 0.0), axis=1)  # [M]
+            mask = exists[None, :] & (one < odd)[:, None]
+            weights = tl.load(b[:, None] + experts[None, :] * odd[:, None] + one, mask, other=0.0)
+            delta += weights.to(tl.float32) * sums[:, None]
+    return delta
+
+
+@triton.jit
+def _expert_block(b, rank, r, experts, exists):
+    """B [M, E, R] at ranks r, zeros from `rank` [M] on."""
+    mask = exists[None, :, None] & (r[None, None, :] < rank[:, None, None])
+    rows = b[:, None, None] + experts[None, :, None] * rank[:, None, None]
+    return tl.load(rows + r[None, None, :], mask=mask, other=0.0)

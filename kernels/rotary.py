@@ -9,14 +9,18 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.lora_arguments import COLUMNS_PER_WARP, LORA_TABLES, lora_of, row_blocks
+from kernels.lora_arguments import COLUMNS_PER_WARP, LORA_TABLES, lora_of, part_blocks, row_blocks
 from kernels.lora_expand import find_slice, first_ranks, row_delta, row_product, row_sums
 from kernels.op import define_op
-from kernels.rotary_heads import copy_heads, rotate_heads
+from kernels.rotary_heads import copy_heads, load_angles, rotate_heads
 
-_HALF_ELEMENTS = 256  # of a program's heads: 32 threads, each a 16-byte load of a 16-bit dtype
-_NUM_WARPS = 1
-_NARROW_ROWS = 32  # with deltas; more rows have programs enough, each of more heads
+MOST_PARTS = 4
+"""Of x A^T, which every program of a row adds up: more cost it more than their product saves."""
+
+_HALF_ELEMENTS = 256  # columns of a program's half heads
+_NUM_WARPS = 2
+_MANY_HALF_ELEMENTS = 512  # with deltas and without norms, of so many more rows
+_NARROW_ROWS = 32  # have few programs, which wait for memory more than for one another
 
 
 @triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
@@ -53,6 +57,9 @@ def _rotary_kv_write_kernel(
     BLOCK: tl.constexpr,  # columns of half a head, a power of two
     BLOCK_R: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # of shrunk
+    PART_STRIDE: tl.constexpr,
+    EARLY: tl.constexpr,  # angles are in registers while the kernel before this ends
     PDL: tl.constexpr,
 ):
     Q_GROUPS: tl.constexpr = (NUM_Q_HEADS + GROUP - 1) // GROUP
@@ -64,10 +71,9 @@ def _rotary_kv_write_kernel(
     v = k + NUM_KV_HEADS * 2 * HALF
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_position)
     slot = tl.load(kv_slots + token)
-    column = tl.arange(0, BLOCK)
-    angles = cos_sin + position.to(tl.int64) * (2 * HALF) + column
-    cos = tl.load(angles, mask=column < HALF, other=0.0)
-    sin = tl.load(angles + HALF, mask=column < HALF, other=0.0)
+    angles = cos_sin + position.to(tl.int64) * (2 * HALF)
+    if EARLY:
+        cos, sin = load_angles(angles, HALF, GROUP, BLOCK)
     if shrunk is not None:
         after_q = (group >= Q_GROUPS).to(tl.int32)
         after_k = (group >= Q_GROUPS + KV_GROUPS).to(tl.int32)
@@ -84,7 +90,7 @@ def _rotary_kv_write_kernel(
     wait_for_inputs(PDL)
     if shrunk is not None:
         source = shrunk + token * SHRUNK_STRIDE + kind * MAX_RANK
-        sums = row_sums(source, rank, VECTOR, BLOCK_R)
+        sums = row_sums(source, rank, VECTOR, BLOCK_R, 0, PARTS, PART_STRIDE)
         left_delta = row_delta(
             row_product(left_first, sums),
             address,
@@ -97,6 +103,8 @@ def _rotary_kv_write_kernel(
             VECTOR,
             BLOCK_R,
             ONE_BLOCK,
+            PARTS,
+            PART_STRIDE,
         ).reshape(GROUP, BLOCK)
         right_delta = row_delta(
             row_product(right_first, sums),
@@ -110,9 +118,13 @@ def _rotary_kv_write_kernel(
             VECTOR,
             BLOCK_R,
             ONE_BLOCK,
+            PARTS,
+            PART_STRIDE,
         ).reshape(GROUP, BLOCK)
     else:
         left_delta, right_delta, rank = None, None, 0
+    if not EARLY:
+        cos, sin = load_angles(angles, HALF, GROUP, BLOCK)
     if group < Q_GROUPS:
         rotate_heads(
             q,
@@ -245,11 +257,11 @@ def rotary_kv_write_triton(
 
     qkv: [T, (Hq + 2 Hkv) · D], rows contiguous, any row stride; its q part is written, its k and
     v parts are only read. From shrunk to max_rank LoRA of three slices, whose deltas are added to
-    q, k and v before all that. cos_sin: [max_pos, D] float32, a row holds cos of the D/2 angles,
-    then sin. positions, kv_slots: [T] int32; a position is clamped into [0, max_pos), a slot is
-    page · page_size + offset, and nothing is written for a negative one. k_cache, v_cache:
-    [P, page_size, Hkv, D] of qkv's dtype, any page and entry stride, written; tokens with equal
-    slots leave one of their values there. norm weights: [D] of any float dtype.
+    q, k and v before all that; takes shrunk in parts. cos_sin: [max_pos, D] float32, a row holds
+    cos of the D/2 angles, then sin. positions, kv_slots: [T] int32; a position is clamped into
+    [0, max_pos), a slot is page · page_size + offset, and nothing is written for a negative one.
+    k_cache, v_cache: [P, page_size, Hkv, D] of qkv's dtype, any page and entry stride, written;
+    tokens with equal slots leave one of their values there. norm weights: [D] of any float dtype.
 
     One program a token and group of heads, which reads its part of that token's B. Moves
     2 · T · (Hq + 2 Hkv) · D elements, and rank · (Hq + 2 Hkv) · D of B for each row with an
@@ -263,14 +275,16 @@ def rotary_kv_write_triton(
     _check(qkv, weights, cos_sin, indices, num_q_heads, num_kv_heads, k_cache, v_cache)
     rows = (row_slot, row_order, seg_indptr, weight_indices, num_segments)
     num_tokens = qkv.shape[0]
-    lora = lora_of(num_tokens, 3, shrunk, arena, b_ptrs, lora_ranks, scalings, *rows, max_rank)
+    tables = (shrunk, arena, b_ptrs, lora_ranks, scalings)
+    lora = lora_of(num_tokens, 3, *tables, *rows, max_rank, takes_parts=True)
     half = k_cache.shape[3] // 2
     block = triton.next_power_of_2(half)
     half_elements, num_warps = _HALF_ELEMENTS, _NUM_WARPS
+    narrow = num_tokens <= _NARROW_ROWS
     # The norm sums up squares in an order that goes by these two, whether or not there is LoRA.
     if lora is not None and q_norm_weight is None and k_norm_weight is None:
-        half_elements = COLUMNS_PER_WARP * (1 if num_tokens <= _NARROW_ROWS else 4)
-        num_warps = max(half_elements, block) // COLUMNS_PER_WARP
+        half_elements = COLUMNS_PER_WARP if narrow else _MANY_HALF_ELEMENTS
+        num_warps = triton.cdiv(max(half_elements, block), 2 * COLUMNS_PER_WARP)
     group = max(half_elements // block, 1)
     num_groups = triton.cdiv(num_q_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
     _rotary_kv_write_kernel[(num_tokens, num_groups)](
@@ -302,6 +316,8 @@ def rotary_kv_write_triton(
         GROUP=group,
         BLOCK=block,
         **row_blocks(lora),
+        **part_blocks(lora),
+        EARLY=lora is None or narrow,
         num_warps=num_warps,
         **dependent_launch(qkv.device),
     )
@@ -353,7 +369,8 @@ def rotary_kv_write_torch(
     _check(qkv, weights, cos_sin, indices, num_q_heads, num_kv_heads, k_cache, v_cache)
     rows = (row_slot, row_order, seg_indptr, weight_indices, num_segments)
     num_tokens = qkv.shape[0]
-    lora = lora_of(num_tokens, 3, shrunk, arena, b_ptrs, lora_ranks, scalings, *rows, max_rank)
+    tables = (shrunk, arena, b_ptrs, lora_ranks, scalings)
+    lora = lora_of(num_tokens, 3, *tables, *rows, max_rank, takes_parts=True)
     page_size, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(-1, num_q_heads + 2 * num_kv_heads, head_dim)  # [T, Hq + 2 Hkv, D]
     angles = cos_sin[positions.clamp(0, cos_sin.shape[0] - 1)]  # [T, D]

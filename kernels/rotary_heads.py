@@ -9,6 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
+def load_angles(angles, HALF: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """(cos, sin) of a position's row of the table, for each head [GROUP, BLOCK]: as wide as heads,
+    so that they are loaded in the layout of heads."""
+    column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (GROUP, BLOCK))
+    cos = tl.load(angles + column, mask=column < HALF, other=0.0)
+    sin = tl.load(angles + HALF + column, mask=column < HALF, other=0.0)
+    return cos, sin
+
+
+@triton.jit
 def rotate_heads(
     source,  # [heads, D]
     target,  # [heads, D], may be source
@@ -18,7 +28,7 @@ def rotate_heads(
     norm_weight,  # [D], or None
     norm_eps,
     norm_weight_offset,
-    cos,  # [BLOCK]
+    cos,  # [GROUP, BLOCK]
     sin,
     first_head,
     NUM_HEADS: tl.constexpr,
@@ -29,8 +39,7 @@ def rotate_heads(
     """Normalise if asked, rotate, and store heads [first_head, first_head + GROUP)."""
     head = first_head + tl.arange(0, GROUP)
     column = tl.arange(0, BLOCK)
-    in_half = column < HALF
-    mask = (head < NUM_HEADS)[:, None] & in_half[None, :]
+    mask = (head < NUM_HEADS)[:, None] & (column < HALF)[None, :]
     offset = head[:, None] * (2 * HALF) + column[None, :]
     left = tl.load(source + offset, mask=mask, other=0.0).to(tl.float32)  # [G, D/2]
     right = tl.load(source + HALF + offset, mask=mask, other=0.0).to(tl.float32)  # [G, D/2]
@@ -40,11 +49,11 @@ def rotate_heads(
     if norm_weight is not None:
         squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)  # [G]
         inverse_rms = tl.rsqrt(squares / (2 * HALF) + norm_eps)[:, None]
-        left_weight = tl.load(norm_weight + column, mask=in_half, other=0.0).to(tl.float32)
-        right_weight = tl.load(norm_weight + HALF + column, mask=in_half, other=0.0).to(tl.float32)
-        left = left * inverse_rms * (left_weight + norm_weight_offset)[None, :]
-        right = right * inverse_rms * (right_weight + norm_weight_offset)[None, :]
-    cos, sin = cos[None, :], sin[None, :]
+        weights = tl.broadcast_to(norm_weight + column[None, :], (GROUP, BLOCK))
+        left_weight = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
+        right_weight = tl.load(weights + HALF, mask=mask, other=0.0).to(tl.float32)
+        left = left * inverse_rms * (left_weight + norm_weight_offset)
+        right = right * inverse_rms * (right_weight + norm_weight_offset)
     # Which of the two products is fused with the sum is said here: left to the compiler it may
     # differ between a launch with deltas and one without, and with it a base row's last bit.
     rotated_left = tl.fma(left, cos, -(right * sin)).to(target.dtype.element_ty)

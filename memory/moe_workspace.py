@@ -10,6 +10,8 @@ import torch
 
 from kernels.moe_align import max_m_blocks, max_tokens_padded
 from kernels.moe_gemm import moe_block_size_m
+from kernels.moe_route import SPLIT_ROWS
+from kernels.moe_route_parts import scratch_shape
 from memory.model_dims import ModelDims, MoEDims
 
 
@@ -53,7 +55,7 @@ class SharedExpertWorkspace:
 @dataclass(frozen=True)
 class MoEWorkspace:
     """`topk_weights` float32 and `topk_ids` int32 [T, k]; the router's `router_scratch` float32
-    [T, E] and `router_arrivals` int32 [T], zeros between launches; in the model's dtype
+    and `router_arrivals` int32, zeros between launches; in the model's dtype
     `gate_up` [P, 2 I], `activated` [P, I] and `down` [P, H]; int32 `sorted_token_ids`,
     `expert_ids` and `num_tokens_post_padded` [1], as `moe_align_block_size` writes them with
     `block_size_m`."""
@@ -118,10 +120,10 @@ class MoEMemory:
 
         self._topk_weights = torch.empty(rows, self._moe.top_k, device=device, dtype=torch.float32)
         self._topk_ids = ints(pairs).view(rows, self._moe.top_k)
-        self._router_scratch = torch.empty(
-            rows, self._moe.num_experts, device=device, dtype=torch.float32
-        )
-        self._router_arrivals = ints(rows)
+        split = min(rows, SPLIT_ROWS)
+        shape = scratch_shape(split, dims.hidden_size, self._moe.num_experts, dtype.itemsize)
+        self._router_scratch = torch.empty(shape, device=device, dtype=torch.float32)
+        self._router_arrivals = ints(split)
         self._gate_up = wide(pairs, 2 * self._moe.intermediate_size)
         self._activated = wide(pairs, self._moe.intermediate_size)
         self._down = wide(pairs, dims.hidden_size)
@@ -151,8 +153,8 @@ class MoEMemory:
             block_size_m=moe_block_size_m(pairs, moe.num_experts),
             topk_weights=self._topk_weights[:tokens],
             topk_ids=self._topk_ids[:tokens],
-            router_scratch=self._router_scratch[:tokens],
-            router_arrivals=self._router_arrivals[:tokens],
+            router_scratch=self._router_scratch,
+            router_arrivals=self._router_arrivals,
             gate_up=self._gate_up[:pairs],
             activated=self._activated[:pairs],
             down=self._down[:pairs],

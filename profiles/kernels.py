@@ -29,6 +29,7 @@ from kernels.moe_lora_down import moe_lora_down
 from kernels.moe_lora_gate_up import moe_lora_gate_up
 from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_arrivals, moe_shrink_split_k
 from kernels.moe_route import moe_route
+from kernels.moe_route_parts import scratch_shape
 from profiles.arguments import integers
 from profiles.bandwidth import read_bandwidth
 from profiles.launch_time import launch_us
@@ -121,7 +122,8 @@ def _base_kernels(layer: MoeLayer, steps: list[MoeStep], active: int) -> list[Ti
 
     router = torch.randn(shape.experts, shape.hidden, device=first.x.device).bfloat16()
     routed_weights, routed_ids = torch.empty_like(first.weights), torch.empty_like(first.ids)
-    scratch = torch.empty(first.x.shape[0], shape.experts, device=first.x.device)
+    shape_of_parts = scratch_shape(first.x.shape[0], shape.hidden, shape.experts, 2)
+    scratch = torch.empty(shape_of_parts, device=first.x.device)
     arrivals = torch.zeros(first.x.shape[0], dtype=torch.int32, device=first.x.device)
 
     def route(step: MoeStep) -> None:

@@ -18,8 +18,8 @@ class OnGPU(torch.Tensor):
 
 @pytest.mark.parametrize("holds", [True, False])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_norms_alone_add_them_up(name, holds, tmp_path, monkeypatch):
-    """Of output and down, where it is the norm that adds deltas."""
+def test_norms_and_rotary_add_them_up(name, holds, tmp_path, monkeypatch):
+    """Of query, key and value, and of output and down where it is the norm that adds deltas."""
     shapes = []
 
     def shrink_parts(*arguments):
@@ -35,8 +35,7 @@ def test_norms_alone_add_them_up(name, holds, tmp_path, monkeypatch):
         prompts = [prompt_of(5 + row, row) for row in range(4)]
         outputs = served.generate(prompts, greedy(6), adapters=["a", None, "b", "a"])
     model.check(outputs, backend)
-    assert bool(shapes) == holds
-    assert all(shape[1:] == (4, 16) for shape in shapes)
+    assert {shape[1:] for shape in shapes} == {(4, 48), *([(4, 16)] if holds else [])}
 
 
 def test_adapters_of_the_models_dtype_alone():

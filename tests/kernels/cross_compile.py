@@ -111,6 +111,18 @@ def compile_each(
     return results
 
 
+def product_layouts(compiled: CompiledKernel) -> Counter[str]:
+    """Types of every product's operands and result, which are the order of its sums."""
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    products = re.findall(r" = (?:tt\.dot|ttng\.\w*dot|ttng\.\w*mma)\b.*? : (.*?) loc", text)
+
+    def spelled_out(types: str) -> str:
+        return re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), types)
+
+    return Counter(spelled_out(types) for types in products)
+
+
 def sum_layouts(compiled: CompiledKernel) -> Counter[tuple[str, str]]:
     """(shape and dtype, layout) of every float tile that a kernel sums along a dim, which is the
     order in which it does."""

@@ -202,6 +202,10 @@ LORA_CASES = {
         Case(2, 1, 16, torch.float16), ROWS[8], disabled=frozenset({0, 4}), dtype=torch.float16
     ),
     "many_rows": _with_lora(Case(6, 2, 32, torch.float32), ROWS[40]),
+    "parts": _with_lora(Case(5, 2, 64, torch.float32), ROWS[8], parts=4),
+    "parts_norms": _with_lora(
+        Case(4, 2, 128, BF16, "qk"), ROWS[17], ranks=[[16, 8, 5, 1, 16]] * 3, max_rank=16, parts=8
+    ),
     "many_rows_mixed": _with_lora(Case(2, 2, 64, BF16, "q"), ROWS[17]),
 }
 
@@ -256,7 +260,7 @@ def test_kernel_with_deltas_matches_twin(kernel_device, name):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("name", ["norms", "many_rows"])
+@pytest.mark.parametrize("name", ["norms", "many_rows", "parts"])
 def test_a_token_with_a_delta_does_not_depend_on_its_neighbours(kernel_device, name):
     case = LORA_CASES[name]
     together, poisoned = _arguments(case, kernel_device), _arguments(case, kernel_device)
@@ -274,7 +278,7 @@ def test_a_token_with_a_delta_does_not_depend_on_its_neighbours(kernel_device, n
         assert torch.equal(together[cache][page, entry], poisoned[cache][page, entry])
 
 
-@pytest.mark.parametrize("name", ["norms", "norms_bf16", "one_norm"])
+@pytest.mark.parametrize("name", ["norms", "norms_bf16", "one_norm", "parts_norms"])
 def test_heads_are_normed_in_one_order_with_and_without_deltas(name):
     """Rows of the base model have the bits of an engine without LoRA."""
     case, layouts = LORA_CASES[name], []
@@ -286,6 +290,6 @@ def test_heads_are_normed_in_one_order_with_and_without_deltas(name):
     assert layouts[0] <= layouts[1]
 
 
-@pytest.mark.parametrize("name", ["bf16", "norms_bf16", "many_rows_mixed"])
+@pytest.mark.parametrize("name", ["bf16", "norms_bf16", "many_rows_mixed", "parts_norms"])
 def test_compiles_with_deltas(name):
     assert compile_launches(rotary_kv_write_triton, **_arguments(LORA_CASES[name])) == 1
