@@ -13,7 +13,7 @@ from kernels.arrivals import check_arrivals
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import weight_view, weights_at
 from kernels.moe_route_parts import BLOCK_M as ROWS_OF_PARTS
-from kernels.moe_route_parts import expert_block, launch_route_parts, scratch_shape
+from kernels.moe_route_parts import expert_block, launch_moe_route_parts, scratch_shape
 from kernels.moe_router_logits import add_product, find_adapters, router_delta
 from kernels.moe_top_k import MAX_EXPERTS, store_top_k, top_k_torch
 from kernels.op import FLOATS, define_op
@@ -206,7 +206,7 @@ def moe_route_triton(
     outputs = (topk_weights, topk_ids)
     if num_rows <= SPLIT_ROWS:
         parts = (scratch, arrivals)
-        launch_route_parts(x, weight, row_mask, tables, renormalize, *outputs, *parts)
+        launch_moe_route_parts(x, weight, row_mask, tables, renormalize, *outputs, *parts)
         return
     exact = x.dtype == torch.float32  # on no tensor core: large tiles would only spill
     mixed = arena is not None and arena.dtype != x.dtype

@@ -192,7 +192,7 @@ def _moe_route_parts_kernel(
         )
 
 
-def launch_route_parts(
+def launch_moe_route_parts(
     x: torch.Tensor,
     weight: torch.Tensor,
     row_mask: torch.Tensor | None,

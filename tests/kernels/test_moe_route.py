@@ -44,6 +44,7 @@ CASES = {
     "one_hundred_and_sixty": Case(160, 10, 96, [0, 1] * 8 + [1], [256, 131], True, HALF),
     "most_experts": Case(256, 10, 64, [1, -1, 1], [0, 7], False),
     "more_than_a_block_of_columns": Case(12, 2, 1100, [0, -1, 1], [4, 9]),
+    "few_columns_in_the_last_part": Case(60, 4, 1030, MIXED + MIXED[::-1], RANKS, True, HALF),
     "sixteen_rows_a_program": Case(8, 2, 36, [t % 4 - 1 for t in range(150)], [3, 16, 24]),
     "prefill": Case(60, 4, 40, [t // 400 - 1 for t in range(1100)], [5, 8], False, HALF),
     "bfloat16": Case(128, 8, 264, MIXED, RANKS, True, torch.bfloat16),
@@ -270,7 +271,16 @@ def test_masked_rows_have_no_expert(kernel_device, ops):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("name", ["six_experts", "sixteen_rows_a_program", "bfloat16", "prefill"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "six_experts",
+        "few_columns_in_the_last_part",
+        "sixteen_rows_a_program",
+        "bfloat16",
+        "prefill",
+    ],
+)
 def test_kernel_bits_survive_tables_slots_and_neighbours(kernel_device, name):
     case = CASES[name]
     runs_here(case, kernel_device)
