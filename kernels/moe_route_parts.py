@@ -3,9 +3,9 @@
 One multiprocessor alone reads the router's weight slowly, and one that holds a few experts reads
 all of x for them. A program here takes 8 rows, all experts and a part of K: of x and of the
 weight each part is read once for 8 rows, the weight's before the program waits for x, and experts
-are the left operand of the product, so that 8 rows fill one on the tensor cores. An adapter's
-x A^T comes in the same parts. The last program of the 8 rows to arrive adds the parts up in their
-order, then what B makes of the summed x A^T.
+are the left operand of the product, so that 8 rows fill one on the tensor cores. Of a row's own
+adapter it adds what B makes of that part of x A^T. The last program of the 8 rows to arrive adds
+the parts up in their order.
 """
 
 from dataclasses import dataclass
@@ -137,7 +137,7 @@ def _moe_route_parts_kernel(
     exists = experts < NUM_EXPERTS
     w_rows = weight + experts * WEIGHT_STRIDE
     # W and the tables are the same in every step: asked for while the kernel before this ends.
-    w_block = load_columns(w_rows, exists, first, K, BLOCK_K)
+    w_block = load_columns(w_rows, exists, first, PART_K, K, BLOCK_K)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     written = rows < num_rows
     live = written
@@ -150,10 +150,8 @@ def _moe_route_parts_kernel(
     wait_for_inputs(PDL)
     x_rows = x + rows.to(tl.int64) * X_STRIDE
     logits = tl.zeros([BLOCK_E, BLOCK_M], tl.float32)
-    logits = add_block(w_block, load_columns(x_rows, live, first, K, BLOCK_K), logits)
-    logits = add_product(
-        w_rows, exists, x_rows, live, logits, first + BLOCK_K, PART_K - BLOCK_K, K, BLOCK_K
-    )
+    logits = add_block(w_block, load_columns(x_rows, live, first, PART_K, K, BLOCK_K), logits)
+    logits = add_product(w_rows, exists, x_rows, live, logits, first, PART_K, K, BLOCK_K, BLOCK_K)
     if row_adapter is not None:
         most_ranks = tl.max(tl.where(enabled != 0, ranks, 0), axis=0)
         if most_ranks > 0:  # few adapters are on a router: mostly no row looks up its own

@@ -1,6 +1,7 @@
-"""A tile of router logits: the product with the router's weight, and an adapter's delta to it.
+"""A tile of router logits: the product with the router's weight, and adapters' deltas to it.
 
-Knows tiles of rows and of experts, and one adapter's factors, not what becomes of the logits.
+Knows tiles of rows and of experts, and adapters' factors, not what becomes of the logits. Where K
+is taken in parts, a part is COLUMNS from `first` on, and the last one may go beyond K.
 """
 
 import triton
@@ -12,11 +13,14 @@ _ODD_RANKS = tl.constexpr(4)  # at a time, of a B whose rows start anywhere: its
 
 
 @triton.jit
-def load_columns(rows, row_mask, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[N, BLOCK_K]: columns from `first` on of the rows that start at `rows` [N], zeros from K."""
+def load_columns(
+    rows, row_mask, first, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """[N, BLOCK_K]: columns from `first` on, in a part of COLUMNS, of the rows that start at `rows`
+    [N]; zeros from K on."""
     k = first + tl.arange(0, BLOCK_K)
     mask = row_mask[:, None]
-    if K % BLOCK_K != 0:
+    if K % COLUMNS != 0 or COLUMNS % BLOCK_K != 0:
         mask = mask & (k < K)[None, :]
     return tl.load(rows[:, None] + k[None, :], mask=mask, other=0.0)
 
@@ -40,11 +44,12 @@ def add_product(
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SKIP: tl.constexpr = 0,
 ):
-    """acc + left right^T over COLUMNS of K from `first` on; both point at the starts of rows."""
-    for start in range(0, COLUMNS, BLOCK_K):
-        right = load_columns(right_rows, right_mask, first + start, K, BLOCK_K)
-        left = load_columns(left_rows, left_mask, first + start, K, BLOCK_K)
+    """acc + left right^T over a part of K but its first SKIP columns; both are starts of rows."""
+    for start in range(SKIP, COLUMNS, BLOCK_K):
+        right = load_columns(right_rows, right_mask, first + start, COLUMNS, K, BLOCK_K)
+        left = load_columns(left_rows, left_mask, first + start, COLUMNS, K, BLOCK_K)
         acc = add_block(left, right, acc)
     return acc
 
@@ -113,16 +118,16 @@ def shrink_rows(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x A^T over COLUMNS of K from `first` on, float32 [M, R], each row by its own A; by
-    multiply-adds, for rows share no product."""
+    """x A^T over a part of K, float32 [M, R], each row by its own A; by multiply-adds, for rows
+    share no product."""
     inside = r[None, :] < rank[:, None]
     a_rows = a[:, None] + r[None, :] * K
     shrunk = tl.zeros(a_rows.shape, tl.float32)
     for start in range(0, COLUMNS, BLOCK_K):
         k = first + start + tl.arange(0, BLOCK_K)
-        x_block = load_columns(x_rows, rank > 0, first + start, K, BLOCK_K)
+        x_block = load_columns(x_rows, rank > 0, first + start, COLUMNS, K, BLOCK_K)
         mask = inside[:, :, None]
-        if K % BLOCK_K != 0:
+        if K % COLUMNS != 0 or COLUMNS % BLOCK_K != 0:
             mask = mask & (k < K)[None, None, :]
         a_block = tl.load(a_rows[:, :, None] + k[None, None, :], mask=mask, other=0.0)
         shrunk += tl.sum(x_block.to(tl.float32)[:, None, :] * a_block.to(tl.float32), axis=2)

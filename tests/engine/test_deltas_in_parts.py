@@ -16,10 +16,11 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize(("holds", "parts"), [(True, 4), (False, 4), (True, 8)])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_norms_and_rotary_add_them_up(name, holds, tmp_path, monkeypatch):
-    """Of query, key and value, and of output and down where it is the norm that adds deltas."""
+def test_norms_and_rotary_add_them_up(name, holds, parts, tmp_path, monkeypatch):
+    """Of query, key and value where parts are few, and of output and down where it is the norm
+    that adds deltas."""
     shapes = []
 
     def shrink_parts(*arguments):
@@ -27,7 +28,7 @@ def test_norms_and_rotary_add_them_up(name, holds, tmp_path, monkeypatch):
         linear_shrink_parts(*arguments)
 
     monkeypatch.setattr(engine.lora_delta, "linear_shrink_parts", shrink_parts)
-    monkeypatch.setattr(LoRADelta, "_parts_in_product", lambda *_: 4)
+    monkeypatch.setattr(LoRADelta, "_parts_in_product", lambda *_: parts)
     monkeypatch.setattr("engine.decoder.holds_delta", lambda *_: holds)
     backend = Backend("cpu", "tape", 1e-4)
     model = AdaptedModel.make(name, tmp_path, {"a": {"rank": 8}, "b": {"rank": 5}})
@@ -35,7 +36,10 @@ def test_norms_and_rotary_add_them_up(name, holds, tmp_path, monkeypatch):
         prompts = [prompt_of(5 + row, row) for row in range(4)]
         outputs = served.generate(prompts, greedy(6), adapters=["a", None, "b", "a"])
     model.check(outputs, backend)
-    assert {shape[1:] for shape in shapes} == {(4, 48), *([(4, 16)] if holds else [])}
+    expected = {(parts, 48)} if parts <= 4 else set()
+    if holds:
+        expected.add((parts, 16))
+    assert {shape[1:] for shape in shapes} == expected
 
 
 def test_adapters_of_the_models_dtype_alone():

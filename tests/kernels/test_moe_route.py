@@ -44,6 +44,9 @@ CASES = {
     "one_hundred_and_sixty": Case(160, 10, 96, [0, 1] * 8 + [1], [256, 131], True, HALF),
     "most_experts": Case(256, 10, 64, [1, -1, 1], [0, 7], False),
     "more_than_a_block_of_columns": Case(12, 2, 1100, [0, -1, 1], [4, 9]),
+    "parts_beyond_k": Case(6, 2, 288, MIXED, RANKS),
+    "parts_beyond_k_of_narrow_rows": Case(6, 2, 1152, MIXED, RANKS, True, HALF),
+    "parts_beyond_k_of_many_experts": Case(256, 8, 1152, [0, -1, 0], [4], True, HALF),
     "few_columns_in_the_last_part": Case(60, 4, 1030, MIXED + MIXED[::-1], RANKS, True, HALF),
     "sixteen_rows_a_program": Case(8, 2, 36, [t % 4 - 1 for t in range(150)], [3, 16, 24]),
     "prefill": Case(60, 4, 40, [t // 400 - 1 for t in range(1100)], [5, 8], False, HALF),
@@ -195,9 +198,11 @@ def test_kernel_routes_every_combination(name):
 
 
 @pytest.mark.kernel
-def test_float32_adapters_serve_narrow_rows(kernel_device):
+@pytest.mark.parametrize("in_features", [40, 576])
+def test_float32_adapters_serve_narrow_rows(kernel_device, in_features):
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else HALF
-    case = Case(**(vars(CASES["six_experts"]) | {"dtype": dtype}))
+    changed = {"dtype": dtype, "in_features": in_features}
+    case = Case(**(vars(CASES["six_experts"]) | changed))
     check(moe_route_triton, case, kernel_device, torch.float32)
     check(moe_route_torch, case, "cpu", torch.float32)
 
@@ -254,12 +259,13 @@ def test_logits_far_apart_keep_their_order(kernel_device, ops):
     torch.testing.assert_close(weights[0], expected, rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.parametrize("masked_rows", [(1, 4, 5, 6, 7, 9), range(8)], ids=["some", "a_tile"])
 @pytest.mark.parametrize("ops", BOTH)
-def test_masked_rows_have_no_expert(kernel_device, ops):
+def test_masked_rows_have_no_expert(kernel_device, ops, masked_rows):
     case = CASES["six_experts"]
     device = kernel_device if ops == "triton" else torch.device("cpu")
     x, weight = activations(case, device)
-    row_mask = [0 if row in (1, 4, 5, 6, 7, 9) else 1 for row in range(10)]  # 4 to 7: one program
+    row_mask = [0 if row in masked_rows else 1 for row in range(10)]
     expected, expected_ids = route(OPS[ops], case, x, weight, packed(case))
     masked = torch.tensor(row_mask) == 0
     x[masked.to(device)] = NAN
@@ -275,6 +281,7 @@ def test_masked_rows_have_no_expert(kernel_device, ops):
     "name",
     [
         "six_experts",
+        "parts_beyond_k",
         "few_columns_in_the_last_part",
         "sixteen_rows_a_program",
         "bfloat16",
@@ -365,6 +372,8 @@ def test_launcher_refuses_what_it_cannot_serve():
         (60, 72, 300, torch.float32),
         (60, 72, 300, HALF),
         (256, 128, 2000, torch.bfloat16),
+        (256, 7168, 20, torch.bfloat16),
+        (8, 576, 20, torch.float32),
     ],
 )
 def test_compiles_for_every_target(num_experts, in_features, num_rows, dtype):

@@ -204,7 +204,7 @@ LORA_CASES = {
     "many_rows": _with_lora(Case(6, 2, 32, torch.float32), ROWS[40]),
     "parts": _with_lora(Case(5, 2, 64, torch.float32), ROWS[8], parts=4),
     "parts_norms": _with_lora(
-        Case(4, 2, 128, BF16, "qk"), ROWS[17], ranks=[[16, 8, 5, 1, 16]] * 3, max_rank=16, parts=8
+        Case(4, 2, 128, BF16, "qk"), ROWS[40], ranks=[[16, 8, 5, 1, 16]] * 3, max_rank=16, parts=8
     ),
     "many_rows_mixed": _with_lora(Case(2, 2, 64, BF16, "q"), ROWS[17]),
 }
