@@ -29,9 +29,9 @@ from kernels.moe_top_k import store_top_k
 
 BLOCK_M = 8  # rows of a program
 MOST_PARTS = 8
-_BLOCK_R = 8  # of 16 the registers would leave the next kernel no room to come up
+_BLOCK_R = 8  # more ranks take registers, and leave the next kernel no room to come up
 _LEAST_PART_K = 32
-_BLOCK_BYTES = 64 * 1024  # of the weight, in registers while the program waits for x
+_BLOCK_BYTES = 64 * 1024  # of the weight, on their way while the program waits for x
 _LARGE_BLOCK = 32 * 1024  # from here on a program has eight warps
 
 
@@ -136,7 +136,7 @@ def _moe_route_parts_kernel(
     experts = tl.arange(0, BLOCK_E)
     exists = experts < NUM_EXPERTS
     w_rows = weight + experts * WEIGHT_STRIDE
-    # W and the tables are the same in every step: asked for while the kernel before this ends.
+    # W, the mask and the tables are there already: asked for while the kernel before this ends.
     w_block = load_columns(w_rows, exists, first, PART_K, K, BLOCK_K)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     written = rows < num_rows
