@@ -136,10 +136,10 @@ class LoRADelta:
         most_parts: int,
     ) -> torch.Tensor:
         """`out` = x Wᵀ + bias, and x Aᵀ [T, stack · max_rank], which needs nothing but `x`; or
-        [T, P, stack · max_rank] of P parts. By the programs of the product, where so many are
-        taken, or in its launch, where the product is our own and has room; else beside the
-        product, which is what goes on the branch: so it comes first to the multiprocessors, and
-        x Aᵀ to what room it leaves."""
+        [T, P, stack · max_rank] of P parts. By the programs of the product, where the reader takes
+        as many parts as those make, or in its launch, where the product is our own and has room;
+        else beside the product, which is what goes on the branch: so it comes first to the
+        multiprocessors, and x Aᵀ to what room it leaves."""
         tokens, width = x.shape[0], len(projection.slice_sizes) * self.max_rank
         info, weight, bias = self.info, projection.weight, projection.bias
         product = (x, weight, bias, out)

@@ -195,8 +195,8 @@ def moe_route_triton(
     programs (`moe_route_parts`), which write their parts to `scratch` float32, contiguous, of
     `scratch_shape` elements or more, and count themselves in `arrivals` int32, of T / 8 counters,
     rounded up, or more, which must hold zeros and do so again afterwards. Above, both may be
-    empty, and a program reads W once for 16 rows (T <= 1024, and float32) or 64. The tables and
-    row_mask must be two launches old (see `dependent_launch`).
+    empty, and a program reads W once for 16 rows (up to 1024, and of float32 always) or 64. The
+    tables and row_mask must be two launches old (see `dependent_launch`).
     A row's bits depend on its own values, its adapter and which of these T falls in. Raises
     AssertionError on other shapes, dtypes or strides.
     """

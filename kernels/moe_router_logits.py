@@ -1,7 +1,8 @@
 """A tile of router logits: the product with the router's weight, and adapters' deltas to it.
 
 Knows tiles of rows and of experts, and adapters' factors, not what becomes of the logits. Where K
-is taken in parts, a part is COLUMNS from `first` on, and the last one may go beyond K.
+is taken in parts, a part is COLUMNS from `first` on, and the last one may go beyond K; BLOCK_K
+divides COLUMNS, or COLUMNS is K.
 """
 
 import triton

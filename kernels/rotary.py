@@ -19,8 +19,8 @@ MOST_PARTS = 4
 
 _HALF_ELEMENTS = 256  # columns of a program's half heads
 _NUM_WARPS = 2
-_MANY_HALF_ELEMENTS = 512  # with deltas and without norms, of so many more rows
-_NARROW_ROWS = 32  # have few programs, which wait for memory more than for one another
+_MANY_HALF_ELEMENTS = 512  # the same above _NARROW_ROWS rows, with deltas and without norms
+_NARROW_ROWS = 32  # up to so many there are few programs, which wait for memory alone
 
 
 @triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
