@@ -19,11 +19,10 @@ from kernels.activation import gated_activation
 from kernels.add_expand import add_expand
 from kernels.embedding import embed
 from kernels.linear import linear
-from kernels.linear_arrangement import MOST_PARTS as NORM_PARTS
+from kernels.linear_arrangement import MOST_PARTS
 from kernels.linear_config import linear_config, linear_splits
-from kernels.lora_arguments import NO_LORA
+from kernels.lora_arguments import FEW_PARTS, NO_LORA
 from kernels.norm import add_rms_norm, holds_delta, rms_norm
-from kernels.rotary import MOST_PARTS as ROTARY_PARTS
 from kernels.rotary import rotary_kv_write
 from memory.kv_cache import KVCache
 from memory.lora_targets import Target
@@ -103,7 +102,7 @@ class Decoder:
         a = self.architecture
         between = a.row_qk_norm or a.clip_qkv is not None  # what reads q and k before rotation
         product = (ws.hidden, layer.qkv, index, Target.Q_PROJ, lora, ws.qkv)
-        delta = project(*product, fold=not between, most_parts=ROTARY_PARTS)
+        delta = project(*product, fold=not between, most_parts=FEW_PARTS)
         if a.row_qk_norm:
             q, k, _ = ws.qkv.split(layer.qkv.slice_sizes, dim=1)
             for part, weight in ((q, layer.q_norm), (k, layer.k_norm)):
@@ -155,7 +154,7 @@ class Decoder:
         holds = lora is None or holds_delta(
             tokens, hidden, lora.max_rank, lora.arena.dtype, linear_config(*product) is not None
         )
-        most_parts = NORM_PARTS if holds else 0
+        most_parts = MOST_PARTS if holds else 0
         delta = project(x, projection, index, target, lora, out, fold=True, most_parts=most_parts)
         if holds or delta is NO_LORA:
             add_rms_norm(out, ws.residual, *delta, *norm, ws.hidden)

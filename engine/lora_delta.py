@@ -1,9 +1,9 @@
 """`y = x Wᵀ + scaling · (x Aᵀ) Bᵀ`: the delta of the rows of a step that have an adapter.
 
-While decoding, nothing of it is written to memory but x Aᵀ: that is computed in the launch of the
-base product or beside it, and the kernel that reads the product next adds the rest (`project`
-hands it the tables). In steps of more than MAX_FOLDED_ROWS rows, and where an op that cannot add
-it comes next, the delta is added to the product in place.
+While decoding, nothing of it is written to memory but x Aᵀ: that is computed by the base product's
+own programs, in its launch or beside it, and the kernel that reads the product next adds the rest
+(`project` hands it the tables). In steps of more than MAX_FOLDED_ROWS rows, and where an op that
+cannot add it comes next, the delta is added to the product in place.
 """
 
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class LoRADelta:
             self._gather(x, tables, sizes, out)
             return NO_LORA
         info, folds = self.info, fold and x.shape[0] <= MAX_FOLDED_ROWS
-        shrunk = self._shrink_beside(x, projection, tables, out, most_parts if folds else 0)
+        shrunk = self._multiply_and_shrink(x, projection, tables, out, most_parts if folds else 0)
         if folds:
             return (
                 shrunk,
@@ -127,7 +127,7 @@ class LoRADelta:
         )
         return NO_LORA
 
-    def _shrink_beside(
+    def _multiply_and_shrink(
         self,
         x: torch.Tensor,
         projection: Projection,
@@ -148,8 +148,8 @@ class LoRADelta:
         parts = self._parts_in_product(x, weight, tables, out) if most_parts else 0
         if 0 < parts <= most_parts:
             shrunk = self.shrunk[: tokens * parts * width].view(tokens, parts, width)
-            ranks = (info.row_slot, self.max_rank, shrunk)
-            linear_shrink_parts(*product, *adapters, *segments, *ranks)
+            tail = (self.max_rank, shrunk)
+            linear_shrink_parts(*product, *adapters, *segments, info.row_slot, *tail)
             return shrunk
         in_launch = self._splits_in_launch(x, weight, tables, out)
         splits = in_launch or shrink_split_k(tokens, x.shape[1])

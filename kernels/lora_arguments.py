@@ -35,6 +35,10 @@ FEW_ROWS = 16
 """Up to so many rows activation and addition go row by row, above by tiles of rows of one slot.
 Rotary always goes row by row, the norm wherever it adds deltas (`norm.holds_delta`)."""
 
+FEW_PARTS = 4
+"""Of x A^T, which a kernel that goes row by row loads one by one, in the layout of B. More come in
+a tile, whose layout B would follow: rotary, where many programs add up the same, takes no more."""
+
 COLUMNS_PER_WARP = 64  # row by row: 16 ranks of so much of a 16-bit B are 16 registers a thread
 
 LORA_TABLES = (

@@ -16,9 +16,10 @@ slice, not what is made of a delta.
 import triton
 import triton.language as tl
 
+from kernels.lora_arguments import FEW_PARTS
 from kernels.lora_segments import as_weights, find_pairs
 
-_FEW_PARTS = tl.constexpr(4)
+_FEW_PARTS = tl.constexpr(FEW_PARTS)
 
 
 @triton.jit
@@ -56,6 +57,17 @@ def _odd_block(address, arena, rank, n, r, inside):
     """The same where rows of B start anywhere."""
     mask = inside[:, None] & (r < rank)[None, :]
     return tl.load(as_weights(address, arena) + n[:, None] * rank + r[None, :], mask, other=0.0)
+
+
+@triton.jit
+def rank_block(address, arena, rank, n, r, inside, VECTOR: tl.constexpr):
+    """The same whatever the rank: whether rows start on 16 bytes is data, and said in a way that
+    the compiler can use where it holds."""
+    if rank % VECTOR == 0:
+        block = _whole_block(address, arena, rank // VECTOR * VECTOR, n, r, inside)
+    else:
+        block = _odd_block(address, arena, rank, n, r, inside)
+    return block
 
 
 @triton.jit
@@ -97,8 +109,7 @@ def row_sums(
 @triton.jit
 def sums_at(source, r, rank, PARTS: tl.constexpr, PART_STRIDE: tl.constexpr):
     """x A^T [R] at ranks `r`, 0 from `rank` on: the sum of PARTS, a power of two. All of them are
-    asked for before one is added, for what they cost is the wait. Few are loaded one by one, in
-    the layout in which B is: a tile of them has its own, and B would follow it."""
+    asked for before one is added, for what they cost is the wait; up to FEW_PARTS one by one."""
     if PARTS <= _FEW_PARTS:
         sums = tl.load(source + r, mask=r < rank, other=0.0)
         for part in tl.static_range(1, PARTS):
@@ -178,7 +189,7 @@ def find_rows(
 
 
 @triton.jit
-def _add_product(acc, s, block):
+def add_expanded(acc, s, block):
     """acc [M, N] += s [M, R] block^T [N, R], with all that float32 `s` holds, or 16 bits of it."""
     block = tl.trans(block)
     if block.dtype == tl.bfloat16:
@@ -224,13 +235,13 @@ def tile_delta(
 ):
     """[M, N] float32: columns `n` of one slice of the deltas of a tile's rows."""
     whole = whole_ranks(rank, VECTOR)
-    acc = _add_product(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), sums, first)
+    acc = add_expanded(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), sums, first)
     for first_rank in range(BLOCK_R, whole, BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
         block = _whole_block(address, arena, whole, n, r, inside)
-        acc = _add_product(acc, _tile_sums(sources, live, r, whole), block)
+        acc = add_expanded(acc, _tile_sums(sources, live, r, whole), block)
     for first_rank in range(0, tl.where(whole > 0, 0, rank), BLOCK_R):
         r = first_rank + tl.arange(0, BLOCK_R)
         block = _odd_block(address, arena, rank, n, r, inside)
-        acc = _add_product(acc, _tile_sums(sources, live, r, rank), block)
+        acc = add_expanded(acc, _tile_sums(sources, live, r, rank), block)
     return scaling * acc

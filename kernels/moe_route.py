@@ -11,10 +11,15 @@ import triton.language as tl
 
 from kernels.arrivals import check_arrivals
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.lora_expand import add_expanded, rank_block
 from kernels.lora_segments import weight_view, weights_at
-from kernels.moe_route_parts import BLOCK_M as ROWS_OF_PARTS
-from kernels.moe_route_parts import expert_block, launch_moe_route_parts, scratch_shape
-from kernels.moe_router_logits import add_product, find_adapters, router_delta
+from kernels.moe_route_parts import (
+    expert_block,
+    launch_moe_route_parts,
+    route_arrivals,
+    scratch_shape,
+)
+from kernels.moe_router_logits import add_product, find_adapters
 from kernels.moe_top_k import MAX_EXPERTS, store_top_k, top_k_torch
 from kernels.op import FLOATS, define_op
 
@@ -75,22 +80,20 @@ def _moe_route_kernel(
     if tl.max(live.to(tl.int32), axis=0) != 0:
         logits = add_product(x_rows, live, w_rows, exists, logits, 0, K, K, BLOCK_K)
     if row_adapter is not None:
-        tables = (row_adapter, adapter_enabled, lora_ranks)
-        slots, _ = find_adapters(*tables, rows, live, MAX_LORAS)
+        slots, _ = find_adapters(row_adapter, adapter_enabled, lora_ranks, rows, live, MAX_LORAS)
         current = tl.max(slots, axis=0)
         while current >= 0:  # each adapter of the tile once
             own = slots == current
             rank = tl.load(lora_ranks + current)
-            a, b = weights_at(a_ptrs, current, arena), weights_at(b_ptrs, current, arena)
+            a, b = weights_at(a_ptrs, current, arena), tl.load(b_ptrs + current)
             delta = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
             for first in range(0, rank, BLOCK_R):
                 r = first + tl.arange(0, BLOCK_R)
                 a_rows, inside = a + r * K, r < rank
                 shrunk = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
                 shrunk = add_product(x_rows, own, a_rows, inside, shrunk, 0, K, K, LORA_BLOCK_K)
-                delta = router_delta(
-                    shrunk, b, first, rank, experts, delta, NUM_EXPERTS, VECTOR, BLOCK_R
-                )
+                block = rank_block(b, arena, rank, experts, r, exists, VECTOR)
+                delta = add_expanded(delta, shrunk, block)
             scaled = logits + tl.load(scalings + current) * delta
             logits = tl.where(own[:, None], scaled, logits)
             slots = tl.where(own, -1, slots)
@@ -157,7 +160,7 @@ def _check(
         assert scratch.dtype == torch.float32, f"scratch is {scratch.dtype}, not float32"
         assert scratch.numel() >= math.prod(parts), f"scratch holds less than {parts}"
         assert scratch.is_contiguous(), "scratch is not contiguous"
-        check_arrivals(arrivals, triton.cdiv(num_rows, ROWS_OF_PARTS))
+        check_arrivals(arrivals, route_arrivals(num_rows))
 
 
 def moe_route_triton(
@@ -193,8 +196,8 @@ def moe_route_triton(
 
     Products in x's dtype, all sums in float32. One launch. Up to 128 rows, K is divided among
     programs (`moe_route_parts`), which write their parts to `scratch` float32, contiguous, of
-    `scratch_shape` elements or more, and count themselves in `arrivals` int32, of T / 8 counters,
-    rounded up, or more, which must hold zeros and do so again afterwards. Above, both may be
+    `scratch_shape` elements or more, and count themselves in `arrivals` int32, of
+    `route_arrivals` or more, which must hold zeros and do so again afterwards. Above, both may be
     empty, and a program reads W once for 16 rows (up to 1024, and of float32 always) or 64. The
     tables and row_mask must be two launches old (see `dependent_launch`).
     A row's bits depend on its own values, its adapter and which of these T falls in. Raises

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.arrivals import arrives_last
+from kernels.arrivals import arrives_last, sum_at_once
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.lora_segments import as_weights
 from kernels.moe_router_logits import (
@@ -27,8 +27,8 @@ from kernels.moe_router_logits import (
 )
 from kernels.moe_top_k import store_top_k
 
-BLOCK_M = 8  # rows of a program
-MOST_PARTS = 8
+_BLOCK_M = 8  # rows of a program
+_MOST_PARTS = 8
 _BLOCK_R = 8  # more ranks take registers, and leave the next kernel no room to come up
 _LEAST_PART_K = 32
 _BLOCK_BYTES = 64 * 1024  # of the weight, on their way while the program waits for x
@@ -46,7 +46,7 @@ class RouterParts:
 
     @classmethod
     def of(cls, in_features: int, num_experts: int, element_size: int) -> "RouterParts":
-        wanted = triton.next_power_of_2(triton.cdiv(in_features, MOST_PARTS))
+        wanted = triton.next_power_of_2(triton.cdiv(in_features, _MOST_PARTS))
         part_k = max(_LEAST_PART_K, wanted)
         column = expert_block(num_experts) * element_size
         # float32 is multiplied on no tensor core, where large blocks would only spill.
@@ -55,9 +55,9 @@ class RouterParts:
         num_warps = 8 if block_k * column >= _LARGE_BLOCK else 4
         return cls(triton.cdiv(in_features, part_k), part_k, block_k, num_warps)
 
-    def lora_block_k(self, element_size: int) -> int:
+    def lora_block_k(self, arena_element_size: int) -> int:
         """Of 8 rows' A at a time, 8 ranks of which are 32 registers a thread."""
-        return min(self.part_k, 64 * self.num_warps // element_size)
+        return min(self.part_k, 64 * self.num_warps // arena_element_size)
 
 
 def expert_block(num_experts: int) -> int:
@@ -72,18 +72,14 @@ def scratch_shape(
     return num_rows, parts, _width(num_experts)
 
 
+def route_arrivals(num_rows: int) -> int:
+    """How many counters of arrivals a launch needs: one for the rows of a program."""
+    return triton.cdiv(num_rows, _BLOCK_M)
+
+
 def _width(num_experts: int) -> int:
     """Of a row's part, which starts on 16 bytes."""
     return triton.cdiv(num_experts, 4) * 4
-
-
-@triton.jit
-def _sum_parts(places, mask, stride, PARTS: tl.constexpr):
-    """Of all parts at `places`, in their order; all are asked for before one is added."""
-    total = tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(places + part * stride, mask=mask, other=0.0, cache_modifier=".cg")
-    return total
 
 
 _ROW_INPUTS = ["row_mask", "row_adapter", "adapter_enabled"]
@@ -173,7 +169,7 @@ def _moe_route_parts_kernel(
     tl.store(part_scratch, logits, mask=exists[:, None] & written[None, :])
     if arrives_last(arrivals + tile, PARTS):
         places = own_scratch[:, None] + experts[None, :]
-        total = _sum_parts(places, written[:, None] & exists[None, :], WIDTH, PARTS)
+        total = sum_at_once(places, written[:, None] & exists[None, :], WIDTH, PARTS)
         store_top_k(
             total,
             rows,
@@ -206,7 +202,7 @@ def launch_moe_route_parts(
     way = RouterParts.of(in_features, num_experts, x.element_size())
     _, adapter_enabled, arena, *_ = tables
     max_loras = 0 if adapter_enabled is None else adapter_enabled.shape[0]
-    _moe_route_parts_kernel[(triton.cdiv(num_rows, BLOCK_M), way.parts)](
+    _moe_route_parts_kernel[(route_arrivals(num_rows), way.parts)](
         x,
         weight,
         row_mask,
@@ -228,7 +224,7 @@ def launch_moe_route_parts(
         PARTS=way.parts,
         PART_K=way.part_k,
         WIDTH=_width(num_experts),
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=_BLOCK_M,
         BLOCK_E=expert_block(num_experts),
         BLOCK_K=way.block_k,
         LORA_BLOCK_K=way.lora_block_k(1 if arena is None else arena.element_size()),

@@ -1,8 +1,7 @@
-"""A tile of router logits: the product with the router's weight, and adapters' deltas to it.
+"""A tile of router logits: the product with the router's weight, and each row's own delta to it.
 
 Knows tiles of rows and of experts, and adapters' factors, not what becomes of the logits. Where K
-is taken in parts, a part is COLUMNS from `first` on, and the last one may go beyond K; BLOCK_K
-divides COLUMNS, or COLUMNS is K.
+is taken in parts, a part is COLUMNS from `first` on, and the last one may go beyond K.
 """
 
 import triton
@@ -13,6 +12,13 @@ from kernels.lora_expand import whole_ranks
 _ODD_RANKS = tl.constexpr(4)  # at a time, of a B whose rows start anywhere: its elements come alone
 
 
+@triton.constexpr_function
+def _goes_beyond(K, COLUMNS, BLOCK_K):
+    """Whether some block of some part ends behind K."""
+    assert COLUMNS == K or COLUMNS % BLOCK_K == 0, "a block would reach into the next part"
+    return K % COLUMNS != 0 or COLUMNS % BLOCK_K != 0
+
+
 @triton.jit
 def load_columns(
     rows, row_mask, first, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
@@ -21,7 +27,7 @@ def load_columns(
     [N]; zeros from K on."""
     k = first + tl.arange(0, BLOCK_K)
     mask = row_mask[:, None]
-    if K % COLUMNS != 0 or COLUMNS % BLOCK_K != 0:
+    if _goes_beyond(K, COLUMNS, BLOCK_K):
         mask = mask & (k < K)[None, :]
     return tl.load(rows[:, None] + k[None, :], mask=mask, other=0.0)
 
@@ -53,42 +59,6 @@ def add_product(
         left = load_columns(left_rows, left_mask, first + start, COLUMNS, K, BLOCK_K)
         acc = add_block(left, right, acc)
     return acc
-
-
-@triton.jit
-def router_delta(
-    shrunk,  # [BLOCK_M, BLOCK_R] float32: x A^T of ranks from `first` on
-    b,
-    first,
-    rank,
-    experts,
-    delta,  # [BLOCK_M, BLOCK_E] float32
-    NUM_EXPERTS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """delta + (x A^T) B^T of one adapter's ranks."""
-    r = first + tl.arange(0, BLOCK_R)
-    expert_mask = (experts < NUM_EXPERTS)[:, None]
-    # Rows of B start on 16 bytes only at ranks that are multiples of VECTOR, which is data:
-    # said in a way that the compiler can use where it holds.
-    if rank % VECTOR == 0:
-        stride = rank // VECTOR * VECTOR
-        b_mask = expert_mask & (r < stride)[None, :]
-        b_block = tl.load(b + experts[:, None] * stride + r[None, :], mask=b_mask, other=0.0)
-    else:
-        b_mask = expert_mask & (r < rank)[None, :]
-        b_block = tl.load(b + experts[:, None] * rank + r[None, :], mask=b_mask, other=0.0)
-    b_block = tl.trans(b_block)  # [BLOCK_R, BLOCK_E]
-    if b_block.dtype == tl.bfloat16:
-        # Two bfloat16 parts keep 16 bits of the float32 sum at tensor core speed.
-        high = shrunk.to(tl.bfloat16)
-        low = (shrunk - high.to(tl.float32)).to(tl.bfloat16)
-        delta = tl.dot(low, b_block, delta)
-        delta = tl.dot(high, b_block, delta)
-    else:
-        delta = tl.dot(shrunk, b_block.to(tl.float32), delta, input_precision="ieee")
-    return delta
 
 
 @triton.jit
@@ -128,7 +98,7 @@ def shrink_rows(
         k = first + start + tl.arange(0, BLOCK_K)
         x_block = load_columns(x_rows, rank > 0, first + start, COLUMNS, K, BLOCK_K)
         mask = inside[:, :, None]
-        if K % COLUMNS != 0 or COLUMNS % BLOCK_K != 0:
+        if _goes_beyond(K, COLUMNS, BLOCK_K):
             mask = mask & (k < K)[None, None, :]
         a_block = tl.load(a_rows[:, :, None] + k[None, None, :], mask=mask, other=0.0)
         shrunk += tl.sum(x_block.to(tl.float32)[:, None, :] * a_block.to(tl.float32), axis=2)

@@ -9,18 +9,16 @@ import triton
 import triton.language as tl
 
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.lora_arguments import COLUMNS_PER_WARP, LORA_TABLES, lora_of, part_blocks, row_blocks
+from kernels.lora_arguments import LORA_TABLES, lora_of, part_blocks, row_blocks
 from kernels.lora_expand import find_slice, first_ranks, row_delta, row_product, row_sums
 from kernels.op import define_op
 from kernels.rotary_heads import copy_heads, load_angles, rotate_heads
 
-MOST_PARTS = 4
-"""Of x A^T, which every program of a row adds up: more cost it more than their product saves."""
-
+_FEW_ROWS = 32  # up to so many there are few programs, which wait for memory alone
 _HALF_ELEMENTS = 256  # columns of a program's half heads
-_NUM_WARPS = 2
-_MANY_HALF_ELEMENTS = 512  # the same above _NARROW_ROWS rows, with deltas and without norms
-_NARROW_ROWS = 32  # up to so many there are few programs, which wait for memory alone
+_FEW_ROWS_HALF_ELEMENTS = 64  # with deltas and without norms
+_MANY_ROWS_HALF_ELEMENTS = 512
+_HALF_ELEMENTS_PER_WARP = 128  # with 16 ranks of a 16-bit B, 64 registers a thread
 
 
 @triton.jit(do_not_specialize_on_alignment=LORA_TABLES)
@@ -279,12 +277,11 @@ def rotary_kv_write_triton(
     lora = lora_of(num_tokens, 3, *tables, *rows, max_rank, takes_parts=True)
     half = k_cache.shape[3] // 2
     block = triton.next_power_of_2(half)
-    half_elements, num_warps = _HALF_ELEMENTS, _NUM_WARPS
-    narrow = num_tokens <= _NARROW_ROWS
-    # The norm sums up squares in an order that goes by these two, whether or not there is LoRA.
+    # A norm adds up squares in an order that goes by the program's columns and warps, which with
+    # one are therefore the same with and without LoRA.
+    half_elements, few_rows = _HALF_ELEMENTS, num_tokens <= _FEW_ROWS
     if lora is not None and q_norm_weight is None and k_norm_weight is None:
-        half_elements = COLUMNS_PER_WARP if narrow else _MANY_HALF_ELEMENTS
-        num_warps = triton.cdiv(max(half_elements, block), 2 * COLUMNS_PER_WARP)
+        half_elements = _FEW_ROWS_HALF_ELEMENTS if few_rows else _MANY_ROWS_HALF_ELEMENTS
     group = max(half_elements // block, 1)
     num_groups = triton.cdiv(num_q_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
     _rotary_kv_write_kernel[(num_tokens, num_groups)](
@@ -317,8 +314,8 @@ def rotary_kv_write_triton(
         BLOCK=block,
         **row_blocks(lora),
         **part_blocks(lora),
-        EARLY=lora is None or narrow,
-        num_warps=num_warps,
+        EARLY=lora is None or few_rows,
+        num_warps=triton.cdiv(max(half_elements, block), _HALF_ELEMENTS_PER_WARP),
         **dependent_launch(qkv.device),
     )
 

@@ -7,6 +7,7 @@ import torch
 from kernels.attention_tiles import decode_splits
 from kernels.linear_arrangement import MOST_PARTS
 from kernels.linear_config import ROW_BLOCKS, linear_splits
+from kernels.lora_arguments import FEW_PARTS
 from kernels.lora_segments import MAX_SPLIT_ROWS, shrink_split_k
 from kernels.lora_shrink import shrink_arrivals
 from kernels.moe_lora_shrink import SPLIT_PAIRS, moe_shrink_arrivals, moe_shrink_split_k
@@ -201,7 +202,8 @@ class MemoryManager:
             inputs = {dims.target_shape(target)[1] for target in EXPERT_TARGETS}
             pairs = range(moe.top_k, most * moe.top_k + 1, moe.top_k)
             rows = max(rows, *(n * moe_shrink_split_k(n, width) for n in pairs for width in inputs))
-        slices = max(rows * STACKED_SLICES, min(most, ROW_BLOCKS[-1]) * MOST_PARTS)
+        in_parts = max(MOST_PARTS, STACKED_SLICES * FEW_PARTS)
+        slices = max(rows * STACKED_SLICES, min(most, ROW_BLOCKS[-1]) * in_parts)
         return slices * self.config.max_lora_rank
 
     def _shrink_arrivals(self, most: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from kernels.moe_align import max_m_blocks, max_tokens_padded
 from kernels.moe_gemm import moe_block_size_m
 from kernels.moe_route import SPLIT_ROWS
-from kernels.moe_route_parts import scratch_shape
+from kernels.moe_route_parts import route_arrivals, scratch_shape
 from memory.model_dims import ModelDims, MoEDims
 
 
@@ -123,7 +123,7 @@ class MoEMemory:
         split = min(rows, SPLIT_ROWS)
         shape = scratch_shape(split, dims.hidden_size, self._moe.num_experts, dtype.itemsize)
         self._router_scratch = torch.empty(shape, device=device, dtype=torch.float32)
-        self._router_arrivals = ints(split)
+        self._router_arrivals = ints(route_arrivals(split))
         self._gate_up = wide(pairs, 2 * self._moe.intermediate_size)
         self._activated = wide(pairs, self._moe.intermediate_size)
         self._down = wide(pairs, dims.hidden_size)

@@ -29,7 +29,7 @@ from kernels.moe_lora_down import moe_lora_down
 from kernels.moe_lora_gate_up import moe_lora_gate_up
 from kernels.moe_lora_shrink import moe_lora_shrink, moe_shrink_arrivals, moe_shrink_split_k
 from kernels.moe_route import moe_route
-from kernels.moe_route_parts import scratch_shape
+from kernels.moe_route_parts import route_arrivals, scratch_shape
 from profiles.arguments import integers
 from profiles.bandwidth import read_bandwidth
 from profiles.launch_time import launch_us
@@ -122,9 +122,10 @@ def _base_kernels(layer: MoeLayer, steps: list[MoeStep], active: int) -> list[Ti
 
     router = torch.randn(shape.experts, shape.hidden, device=first.x.device).bfloat16()
     routed_weights, routed_ids = torch.empty_like(first.weights), torch.empty_like(first.ids)
-    shape_of_parts = scratch_shape(first.x.shape[0], shape.hidden, shape.experts, 2)
-    scratch = torch.empty(shape_of_parts, device=first.x.device)
-    arrivals = torch.zeros(first.x.shape[0], dtype=torch.int32, device=first.x.device)
+    rows, element_size = first.x.shape[0], first.x.element_size()
+    parts = scratch_shape(rows, shape.hidden, shape.experts, element_size)
+    scratch = torch.empty(parts, device=first.x.device)
+    arrivals = torch.zeros(route_arrivals(rows), dtype=torch.int32, device=first.x.device)
 
     def route(step: MoeStep) -> None:
         nothing = (None, None, None, None, None, None, None, None)

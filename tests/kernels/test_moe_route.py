@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.moe_route import moe_route, moe_route_torch, moe_route_triton
-from kernels.moe_route_parts import scratch_shape
+from kernels.moe_route_parts import route_arrivals, scratch_shape
 from tests.kernels.cross_compile import compile_each, compile_launches, product_layouts
 from tests.kernels.packed_adapters import PackedAdapters, pack_adapters
 
@@ -133,7 +133,7 @@ def route(
     ids = torch.full_like(weights, POISON, dtype=torch.int32)
     shape = scratch_shape(num_rows, *weight.shape[::-1], x.element_size())
     scratch = torch.full(shape, NAN, device=device)
-    arrivals = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    arrivals = torch.zeros(route_arrivals(num_rows), dtype=torch.int32, device=device)
     op(
         x,
         weight,
